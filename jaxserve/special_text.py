@@ -1,0 +1,101 @@
+"""Keeps the text of special tokens in what a user wrote from becoming control tokens.
+
+A chat template mixes its own special tokens with the users' words in one string.  A character
+that no text has, put inside every such place of the users' words, survives the rendering and
+tells the two apart.  Does not know chats or templates.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+from tokenizers import Tokenizer
+
+_BREAK, _OPEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Noncharacters: no text may be interchanged with them, so users lose nothing."""
+
+
+class SpecialTextGuard:
+    """Breaks special-token text in user strings, and encodes a rendering that has the breaks.
+
+    Args:
+        backend: the tokenizer; tokens it calls special are guarded, but for those of a single
+            character, which cannot be broken.
+    """
+
+    def __init__(self, backend: Tokenizer) -> None:
+        self._backend = backend
+        self._id_of = {
+            token.content: i
+            for i, token in backend.get_added_tokens_decoder().items()
+            if token.special and len(token.content) > 1
+        }
+        longest_first = sorted(self._id_of, key=len, reverse=True)
+        anything = "|".join(map(re.escape, longest_first)) or "(?!)"
+        self._special = re.compile(anything)
+        self._first_char = re.compile(f"(?={anything}).", re.DOTALL)
+        self._beginnings = {text[:n] for text in self._id_of for n in range(1, len(text))}
+
+    def mark(self, value: Any) -> Any:
+        """Return the value with a break in all special-token text of its strings.
+
+        Mappings and lists are walked; keys are left alone.
+
+        Raises:
+            ValueError: a string holds the characters that serve as breaks.
+        """
+        if isinstance(value, str):
+            return self._mark_text(value)
+        if isinstance(value, Mapping):
+            return {key: self.mark(item) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            return [self.mark(item) for item in value]
+        return value
+
+    def _mark_text(self, text: str) -> str:
+        if re.search(f"[{_BREAK}-{_CLOSE}]", text):
+            raise ValueError(
+                "a message holds one of the noncharacters U+FDD0 to U+FDD2, which are reserved; "
+                "remove it"
+            )
+        text = self._first_char.sub(f"\\g<0>{_BREAK}", text)
+        # The template may go on with another string of the user's, which must not complete it.
+        end = len(text.rstrip())
+        if any(text[max(0, end - n) : end] in self._beginnings for n in range(1, self._longest)):
+            text = text[:end] + _BREAK + text[end:]
+        return text
+
+    def encode(self, rendered: str) -> list[int]:
+        """Token ids: broken special-token text as plain text, the rest as what it is."""
+        if _BREAK not in rendered:
+            return list(self._backend.encode(rendered, add_special_tokens=False).ids)
+        aliased = self._special.sub(lambda match: self._alias(match[0]), rendered)
+        twin_text = aliased.replace(_BREAK, "")
+        return list(self._twin.encode(twin_text, add_special_tokens=False).ids)
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._id_of), default=0)
+
+    def _alias(self, text: str) -> str:
+        return f"{_OPEN}{self._id_of[text]}{_CLOSE}" if text in self._id_of else text
+
+    @cached_property
+    def _twin(self) -> Tokenizer:
+        """The same tokenizer, with each special token under a name that users cannot write."""
+        data = json.loads(self._backend.to_str())
+        data["post_processor"] = None
+        for token in data["added_tokens"]:
+            token["content"] = self._alias(token["content"])
+        model = data["model"]
+        if isinstance(model.get("vocab"), dict):
+            model["vocab"] = {self._alias(text): i for text, i in model["vocab"].items()}
+        elif isinstance(model.get("vocab"), list):
+            model["vocab"] = [[self._alias(text), score] for text, score in model["vocab"]]
+        if isinstance(model.get("unk_token"), str):
+            model["unk_token"] = self._alias(model["unk_token"])
+        return Tokenizer.from_str(json.dumps(data))

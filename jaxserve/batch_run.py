@@ -1,0 +1,208 @@
+"""Answer the lines of a batch file with an engine, a bounded number of requests at a time.
+
+Knows how a line becomes engine requests and how a record is written.  Does not know which lines
+are pending (`batch_file.py`), or the command line.
+
+Records are appended and flushed as lines finish, so that a killed run loses only what was being
+computed.  A line that fails costs a record, never the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import IO, TYPE_CHECKING, Any
+
+import msgspec
+
+from jaxserve.batch_file import (
+    BatchJob,
+    Line,
+    answer_record,
+    failure_record,
+)
+from jaxserve.batch_line import LineRequest
+from jaxserve.drive import take_finished
+from jaxserve.outputs import RequestOutput
+from jaxserve.protocol import Prompt, RequestError, request_error
+from jaxserve.protocol_response import response_body
+
+if TYPE_CHECKING:
+    from jaxserve.engine import Engine
+    from jaxserve.llm import LLM
+    from jaxserve.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class BatchReport:
+    """What became of the pending lines."""
+
+    num_answered: int = 0
+    num_failed: int = 0
+    interrupted: bool = False
+
+
+def run_batch(
+    job: BatchJob,
+    load: Callable[[], LLM],
+    *,
+    max_in_engine: int,
+    on_record: Callable[[], object] = lambda: None,
+    should_stop: Callable[[], bool] = lambda: False,
+) -> BatchReport:
+    """Answer every pending line of `job`.
+
+    Args:
+        job: an opened job.
+        load: makes the model; called only if a line needs it.
+        max_in_engine: most samples submitted and unfinished at once.  One line with more than
+            that runs alone.
+        on_record: called after each record written.
+        should_stop: asked between steps; true ends the run early, leaving a resumable file.
+
+    Raises:
+        OSError: the output cannot be written.
+    """
+    with job.start() as output:
+        writer = _Writer(output, on_record)
+        for line, error in job.failures():
+            writer.fail(line, error)
+        if any(line.is_valid for line in job.lines):
+            llm = load()
+            run = _Run(llm.engine, llm.tokenizer, job.model, writer)
+            writer.report.interrupted = run.answer(job.requests(), max_in_engine, should_stop)
+        return writer.report
+
+
+class _Writer:
+    """Appends records, flushing each."""
+
+    def __init__(self, output: IO[bytes], on_record: Callable[[], object]) -> None:
+        self._output = output
+        self._on_record = on_record
+        self.report = BatchReport()
+
+    def answer(self, line: Line, body: Any) -> None:
+        self.report.num_answered += 1
+        self._write(answer_record(line, body))
+
+    def fail(self, line: Line, error: RequestError) -> None:
+        self.report.num_failed += 1
+        log.debug("line %d (custom_id %r): %s", line.number, line.custom_id, error)
+        self._write(failure_record(line, error))
+
+    def _write(self, record: dict[str, Any]) -> None:
+        self._output.write(msgspec.json.encode(record) + b"\n")
+        self._output.flush()
+        self._on_record()
+
+
+@dataclass(slots=True)
+class _Active:
+    """A line whose prompts are in the engine."""
+
+    line: Line
+    parsed: LineRequest
+    prompts: list[Prompt]
+    num_samples: int
+    request_ids: list[str] = field(default_factory=list)
+    outputs: dict[str, RequestOutput] = field(default_factory=dict)
+
+
+class _Run:
+    """The lines in the engine, by the ids of their requests."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, model: str, writer: _Writer) -> None:
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._model = model
+        self._writer = writer
+        self._active: dict[str, _Active] = {}
+        self._num_samples = 0
+
+    def answer(
+        self,
+        requests: Iterator[tuple[Line, LineRequest]],
+        max_in_engine: int,
+        should_stop: Callable[[], bool],
+    ) -> bool:
+        """Submit and step until all lines have a record; true if stopped before that."""
+        waiting = next(requests, None)
+        while waiting is not None or self._active:
+            if should_stop():
+                self._drop(self._active)
+                break
+            while waiting is not None and (not self._active or self._num_samples < max_in_engine):
+                self._submit(*waiting)
+                waiting = next(requests, None)
+            if self._active:
+                for output in take_finished(self._engine, self._engine.step()):
+                    self._finish(output)
+        is_stopped = waiting is not None or bool(self._active)
+        self._active.clear()
+        while self._engine.has_work:  # a step that was in flight when the last request ended
+            self._engine.step()
+        return is_stopped
+
+    def _submit(self, line: Line, parsed: LineRequest) -> None:
+        active = None
+        try:
+            params = parsed.request.sampling_params()
+            prompts = parsed.request.prompts(self._tokenizer)
+            active = _Active(line, parsed, prompts, params.n * len(prompts))
+            for index, prompt in enumerate(prompts):
+                request_id = self._engine.submit(
+                    prompt.token_ids,
+                    params,
+                    request_id=f"batch-{line.number}-{index}",
+                    prompt=prompt.text,
+                    priority=parsed.request.priority or 0,
+                )
+                active.request_ids.append(request_id)
+        except Exception as error:  # a chat template may raise anything
+            self._refuse(line, active, error)
+        else:
+            self._active.update(dict.fromkeys(active.request_ids, active))
+            self._num_samples += active.num_samples
+
+    def _refuse(self, line: Line, active: _Active | None, error: Exception) -> None:
+        if active is not None:
+            self._drop(active.request_ids)
+        if isinstance(error, ValueError):
+            self._writer.fail(line, request_error(error))
+        else:
+            log.error("line %d", line.number, exc_info=error)
+            message = f"{type(error).__name__}: {error}"
+            self._writer.fail(line, RequestError(message, None, "server_error", 500))
+
+    def _drop(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self._engine.abort(request_id)
+            self._engine.take(request_id)
+
+    def _finish(self, output: RequestOutput) -> None:
+        active = self._active.pop(output.request_id)
+        active.outputs[output.request_id] = output
+        if len(active.outputs) < len(active.request_ids):
+            return
+        self._num_samples -= active.num_samples
+        outputs = [active.outputs[request_id] for request_id in active.request_ids]
+        failed = [o for o in outputs if any(s.finish_reason == "error" for s in o.outputs)]
+        if failed:
+            message = failed[0].error or "the answer failed"
+            self._writer.fail(active.line, RequestError(message, None, "server_error", 500))
+            return
+        body = response_body(
+            active.parsed.request,
+            active.prompts,
+            outputs,
+            self._tokenizer,
+            response_id=f"{active.parsed.request_id.removeprefix('req_')}-{active.line.number}",
+            model=self._model,
+            created=int(time.time()),
+        )
+        self._writer.answer(active.line, body)

@@ -1,0 +1,243 @@
+"""Device state of the slots: what a running sequence keeps on the device between steps.
+
+`Carry` holds one row per slot; it is donated through every step.  `pack_slot` writes the state
+of one slot as a single int32 vector on the host, `set_slot` unpacks it on the device.  A slot is
+set at admission and again after preemption, then with the output so far, so that penalties
+survive preemption and nothing large travels in between.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax import lax
+
+from jaxserve.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
+
+FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition")
+INTS = ("seed_low", "seed_high", "sample_index", "top_k", "min_position", "flags")
+
+ADJUSTS = 1
+"""Flag: logits are adjusted (penalties, bias, allowed ids, held-back end tokens)."""
+SAMPLES = 2
+"""Flag: tokens are drawn, not taken greedily."""
+FILTERS = 4
+"""Flag: the draw is limited by top-k, top-p or min-p."""
+LOGPROBS = 8
+"""Flag: log-probabilities are reported."""
+
+
+class Carry(NamedTuple):
+    """State of every slot."""
+
+    last_token: jax.Array  # i32[slots], sampled by the last step that sampled
+    block_table: jax.Array  # i32[slots, pages_per_seq]
+    output_counts: jax.Array  # i32[slots, vocab]
+    in_prompt: jax.Array  # bool[slots, vocab]
+    floats: jax.Array  # f32[slots, len(FLOATS)]
+    ints: jax.Array  # i32[slots, len(INTS)]
+    bias_ids: jax.Array  # i32[slots, MAX_LOGIT_BIAS], vocab where unused
+    bias_values: jax.Array  # f32[slots, MAX_LOGIT_BIAS]
+    end_ids: jax.Array  # i32[slots, MAX_STOP_IDS], vocab where unused
+    allowed: jax.Array  # i32[slots, ceil(vocab / 32)], packed bits
+
+
+@dataclass(frozen=True)
+class CarrySizes:
+    """Sizes of the carry's axes, and of the packed vector that sets a slot."""
+
+    num_slots: int
+    vocab_size: int
+    pages_per_seq: int
+    max_model_len: int
+
+    @property
+    def allowed_words(self) -> int:
+        """32-bit words of one slot's mask of allowed ids."""
+        return -(-self.vocab_size // 32)
+
+    def abstract(self) -> Carry:
+        """Shapes and types of the carry."""
+        slots, vocab = self.num_slots, self.vocab_size
+
+        def i32(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        def f32(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+        return Carry(  # type: ignore[arg-type]  # shapes stand in for arrays
+            last_token=i32(slots),
+            block_table=i32(slots, self.pages_per_seq),
+            output_counts=i32(slots, vocab),
+            in_prompt=jax.ShapeDtypeStruct((slots, vocab), jnp.bool_),
+            floats=f32(slots, len(FLOATS)),
+            ints=i32(slots, len(INTS)),
+            bias_ids=i32(slots, MAX_LOGIT_BIAS),
+            bias_values=f32(slots, MAX_LOGIT_BIAS),
+            end_ids=i32(slots, MAX_STOP_IDS),
+            allowed=i32(slots, self.allowed_words),
+        )
+
+    def sections(self) -> dict[str, tuple[int, int]]:
+        """Offset and length of each part of the packed vector."""
+        lengths = {
+            "slot": 1,
+            "floats": len(FLOATS),
+            "ints": len(INTS),
+            "num_prompt": 1,
+            "num_tokens": 1,
+            "tokens": self.max_model_len,
+            "block_table": self.pages_per_seq,
+            "bias_ids": MAX_LOGIT_BIAS,
+            "bias_values": MAX_LOGIT_BIAS,
+            "end_ids": MAX_STOP_IDS,
+            "allowed": self.allowed_words,
+        }
+        sections, offset = {}, 0
+        for name, length in lengths.items():
+            sections[name] = (offset, length)
+            offset += length
+        return sections
+
+    @property
+    def packed_size(self) -> int:
+        """Length of the packed vector."""
+        return max(offset + length for offset, length in self.sections().values())
+
+
+class SlotPacker:
+    """Packs the state of slots for the device, on the host."""
+
+    def __init__(self, sizes: CarrySizes) -> None:
+        """Lay out the packed vector."""
+        self._sizes = sizes
+        self._sections = sizes.sections()
+
+    def pack(
+        self,
+        *,
+        slot: int,
+        params: SamplingParams,
+        seed: int,
+        sample_index: int,
+        end_ids: frozenset[int],
+        token_ids: Sequence[int],
+        num_prompt: int,
+        block_table: Sequence[int],
+    ) -> npt.NDArray[np.int32]:
+        """One slot as i32[packed_size].
+
+        Args:
+            slot: which slot.
+            params: the request's sampling parameters.
+            seed: the request's seed, its own or one drawn for it.
+            sample_index: which of the request's `n` samples.
+            end_ids: tokens that `min_tokens` holds back.
+            token_ids: prompt and output so far.
+            num_prompt: how many of them are prompt.
+            block_table: the sequence's pages.
+        """
+        packed = np.zeros(self._sizes.packed_size, np.int32)
+        view = {
+            name: packed[offset : offset + length]
+            for name, (offset, length) in self._sections.items()
+        }
+        view["slot"][0] = slot
+        view["floats"].view(np.float32)[:] = (
+            params.temperature,
+            params.top_p,
+            params.min_p,
+            params.presence_penalty,
+            params.frequency_penalty,
+            params.repetition_penalty,
+        )
+        low, high = np.array([seed & (2**64 - 1)], np.uint64).view(np.int32)
+        top_k = params.top_k if params.top_k > 0 else self._sizes.vocab_size
+        view["ints"][:] = (
+            low,
+            high,
+            sample_index,
+            min(top_k, self._sizes.vocab_size),
+            num_prompt + params.min_tokens,
+            _flags(params),
+        )
+        view["num_prompt"][0] = num_prompt
+        view["num_tokens"][0] = len(token_ids)
+        view["tokens"][: len(token_ids)] = token_ids
+        view["block_table"][: len(block_table)] = block_table
+        bias = params.logit_bias or {}
+        view["bias_ids"][:] = self._sizes.vocab_size
+        view["bias_ids"][: len(bias)] = list(bias.keys())
+        view["bias_values"].view(np.float32)[: len(bias)] = list(bias.values())
+        view["end_ids"][:] = self._sizes.vocab_size
+        if params.min_tokens > 0:
+            view["end_ids"][: len(end_ids)] = sorted(end_ids)
+        view["allowed"][:] = self._allowed(params.allowed_token_ids)
+        return packed
+
+    def _allowed(self, ids: Sequence[int] | None) -> npt.NDArray[np.int32]:
+        if ids is None:
+            return np.full(self._sizes.allowed_words, -1, np.int32)
+        bits = np.zeros(self._sizes.allowed_words * 32, np.uint8)
+        bits[list(ids)] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+
+def _flags(params: SamplingParams) -> int:
+    adjusts = (
+        params.presence_penalty != 0
+        or params.frequency_penalty != 0
+        or params.repetition_penalty != 1
+        or bool(params.logit_bias)
+        or params.allowed_token_ids is not None
+        or params.min_tokens > 0
+    )
+    samples = not params.is_greedy
+    filters = samples and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
+    return (
+        ADJUSTS * adjusts
+        | SAMPLES * samples
+        | FILTERS * filters
+        | LOGPROBS * (params.logprobs is not None)
+    )
+
+
+def set_slot(carry: Carry, packed: jax.Array, sizes: CarrySizes) -> Carry:
+    """The carry with one slot replaced by a packed vector of `SlotPacker.pack`."""
+    part = {
+        name: lax.slice(packed, (offset,), (offset + length,))
+        for name, (offset, length) in sizes.sections().items()
+    }
+    slot = part["slot"][0]
+    position = jnp.arange(sizes.max_model_len, dtype=jnp.int32)
+    num_prompt, num_tokens = part["num_prompt"][0], part["num_tokens"][0]
+    # Ids that do not count point past the vocabulary, where the scatter drops them.
+    prompt = jnp.where(position < num_prompt, part["tokens"], sizes.vocab_size)
+    output = jnp.where(
+        (position >= num_prompt) & (position < num_tokens), part["tokens"], sizes.vocab_size
+    )
+    counts = jnp.zeros(sizes.vocab_size, jnp.int32).at[output].add(1, mode="drop")
+    seen = jnp.zeros(sizes.vocab_size, jnp.bool_).at[prompt].set(True, mode="drop")
+
+    def float32(name: str) -> jax.Array:
+        return lax.bitcast_convert_type(part[name], jnp.float32)
+
+    return Carry(
+        last_token=carry.last_token,
+        block_table=carry.block_table.at[slot].set(part["block_table"]),
+        output_counts=carry.output_counts.at[slot].set(counts),
+        in_prompt=carry.in_prompt.at[slot].set(seen),
+        floats=carry.floats.at[slot].set(float32("floats")),
+        ints=carry.ints.at[slot].set(part["ints"]),
+        bias_ids=carry.bias_ids.at[slot].set(part["bias_ids"]),
+        bias_values=carry.bias_values.at[slot].set(float32("bias_values")),
+        end_ids=carry.end_ids.at[slot].set(part["end_ids"]),
+        allowed=carry.allowed.at[slot].set(part["allowed"]),
+    )

@@ -1,0 +1,153 @@
+"""A request and its samples on the host: what they ask for and what they have received.
+
+Turns sampled tokens into text, log-probabilities and times.  Knows neither the device nor the
+scheduler's decisions; a sample sees its sequence only to read its counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from jaxserve.detokenizer import Detokenizer
+from jaxserve.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput
+from jaxserve.sampling_params import SamplingParams
+from jaxserve.step import StepOutput
+from jaxserve.stop_strings import StopStrings
+from jaxserve.tokenizer import Tokenizer
+from scheduler import FinishReason, Sequence
+
+
+@dataclass(eq=False, slots=True)
+class Sample:
+    """One of a request's `n` samples."""
+
+    request: Request
+    index: int
+    seq: Sequence
+    detokenizer: Detokenizer | None
+    stops: StopStrings
+    text: list[str] = field(default_factory=list)
+    logprobs: list[dict[int, Logprob]] = field(default_factory=list)
+    cumulative_logprob: float = 0.0
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    last_token_time: float | None = None
+
+    def push(self, token: int, ends: bool) -> str:
+        """Take the next token; return the text that is now certain.
+
+        Args:
+            token: the sampled token, already appended to the sequence.
+            ends: it is an end token, whose text is shown only on request.
+        """
+        params = self.request.params
+        if self.detokenizer is None or (ends and not params.include_stop_str_in_output):
+            return ""
+        text = self.detokenizer.push(token)
+        if self.seq.num_output < params.min_tokens:
+            return text  # stop strings are not looked for before min_tokens
+        return self.stops.push(text)
+
+    def flush(self) -> str:
+        """Text still held back, once no more tokens come."""
+        if self.stops.matched is not None or self.detokenizer is None:
+            return ""
+        text = self.stops.push(self.detokenizer.flush())
+        return text if self.stops.matched is not None else text + self.stops.flush()
+
+    def output(self) -> CompletionOutput:
+        """What the sample has so far."""
+        wants = self.request.params.logprobs is not None
+        return CompletionOutput(
+            index=self.index,
+            text="".join(self.text),
+            token_ids=list(self.seq.output_ids),
+            cumulative_logprob=self.cumulative_logprob if wants else None,
+            logprobs=list(self.logprobs) if wants else None,
+            finish_reason=self.finish_reason,
+            stop_reason=self.stop_reason,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """What a user submitted, and its samples."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+    end_ids: frozenset[int]
+    metrics: RequestMetrics
+    samples: list[Sample] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    error: str | None = None
+
+    @property
+    def finished(self) -> bool:
+        """All samples have ended."""
+        return all(sample.finish_reason is not None for sample in self.samples)
+
+    def output(self) -> RequestOutput:
+        """What the request has so far."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=self.prompt,
+            prompt_token_ids=self.prompt_token_ids,
+            prompt_logprobs=self.prompt_logprobs,
+            outputs=[sample.output() for sample in self.samples],
+            finished=self.finished,
+            metrics=self.metrics,
+            error=self.error,
+        )
+
+    def stamp_token(self, sample: Sample, now: float) -> None:
+        """Record the time of a sample's next token."""
+        if self.metrics.ttft is None:
+            self.metrics.ttft = now - self.metrics.arrival_time
+        if sample.index == 0:
+            if sample.last_token_time is not None:
+                self.metrics.itl.append(now - sample.last_token_time)
+            sample.last_token_time = now
+
+    def stamp_end(self, now: float) -> None:
+        """Record the end of the last sample."""
+        self.metrics.e2e = now - self.metrics.arrival_time
+        self.metrics.num_preemptions = sum(s.seq.num_preemptions for s in self.samples)
+
+
+def finish_sample(sample: Sample, reason: FinishReason) -> str:
+    """End a sample; return its last text.  A stop string outranks any other reason."""
+    text = sample.flush() if reason in (FinishReason.STOP, FinishReason.LENGTH) else ""
+    if sample.stops.matched is not None:
+        sample.finish_reason, sample.stop_reason = FinishReason.STOP.value, sample.stops.matched
+    else:
+        sample.finish_reason = reason.value
+    return text
+
+
+def delta(sample: Sample, text: str, token_ids: tuple[int, ...]) -> Delta:
+    """Record new text and describe the change."""
+    if text:
+        sample.text.append(text)
+    request_id = sample.request.request_id
+    return Delta(request_id, sample.index, text, token_ids, sample.finish_reason)
+
+
+def logprob_entry(
+    report: StepOutput, row: int, num_top: int, tokenizer: Tokenizer
+) -> dict[int, Logprob]:
+    """Row `row` of a report: its token's log-probability first, then the `num_top` best."""
+    token = int(report.token[row])
+    entry = {
+        token: Logprob(
+            float(report.logprob[row]), int(report.rank[row]), tokenizer.token_text(token)
+        )
+    }
+    ids: Seq[int] = report.top_ids[row, :num_top].tolist()
+    values: Seq[float] = report.top_logprobs[row, :num_top].tolist()
+    for rank, (top, value) in enumerate(zip(ids, values, strict=True), 1):
+        entry.setdefault(top, Logprob(value, rank, tokenizer.token_text(top)))
+    return entry

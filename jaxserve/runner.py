@@ -1,0 +1,235 @@
+"""Owns the device: weights, cache, carry and the closed set of executables.
+
+The runner is told what to do in packed arrays and answers with tickets; it knows no requests and
+no policy.  It calls only ahead-of-time compiled objects, so an array of any other shape raises
+and cannot compile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.typing as npt
+from jax.sharding import Mesh, NamedSharding
+from jax.stages import Compiled, Lowered
+
+from jaxserve import sharding
+from jaxserve.carry import Carry, set_slot
+from jaxserve.executables import ExecutableStore, Program
+from jaxserve.models.llama import Params
+from jaxserve.shapes import ShapeSet, StepShape
+from jaxserve.step import (
+    TENSOR_AXIS,
+    Cache,
+    StepOutput,
+    StepSpec,
+    build_step,
+    prompt_logprobs,
+    unpack_out,
+)
+
+
+class Ticket(NamedTuple):
+    """A dispatched step, running or done."""
+
+    out: jax.Array
+    """Its packed report."""
+    chunk_hidden: jax.Array
+    """Hidden rows of its chunk, kept on the device."""
+
+
+class Runner:
+    """Runs steps of any shape of the set, in the order of the calls."""
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        shapes: ShapeSet,
+        mesh: Mesh,
+        params: Params,
+        num_pages: int,
+        store: ExecutableStore,
+    ) -> None:
+        """Load or compile every executable, then allocate cache and carry.
+
+        Args:
+            spec: static sizes.
+            shapes: the closed set.
+            mesh: devices; arrays of `params` lie on it as `sharding.of_weight` says.
+            params: canonical weights.
+            num_pages: pages of each layer's cache, the null page included.
+            store: where executables are kept.
+        """
+        self.spec = spec
+        self.shapes = shapes
+        self.mesh = mesh
+        self._everywhere = sharding.replicated(mesh)
+        self._paged = NamedSharding(mesh, spec.layout.partition_spec(TENSOR_AXIS))
+        self._params = params
+        self._cache_shape = spec.layout.shape(num_pages)
+        self._steps, self._prompt_logprobs, self._set_slot = self._compile(store)
+        self._cache: Cache = tuple(
+            jnp.zeros(self._cache_shape, spec.layout.storage_dtype, device=self._paged)
+            for _ in range(spec.model.num_layers)
+        )
+        self._carry: Carry = jax.tree.map(
+            lambda x: jnp.zeros(x.shape, x.dtype, device=self._everywhere), spec.sizes.abstract()
+        )
+
+    def set_slot(self, packed: npt.NDArray[np.int32]) -> None:
+        """Replace one slot's state; see `SlotPacker.pack`."""
+        self._carry = self._set_slot(self._carry, self._put(packed))
+
+    def run(self, packed: npt.NDArray[np.int32], shape: StepShape) -> Ticket:
+        """Start a step of the given shape and return at once."""
+        step = self._steps[shape]
+        self._cache, self._carry, out, hidden = step(
+            self._params, self._cache, self._carry, self._put(packed)
+        )
+        out.copy_to_host_async()
+        return Ticket(out, hidden)
+
+    def read(self, ticket: Ticket) -> StepOutput:
+        """Wait for a step's report: the one device-to-host read of the step path."""
+        return unpack_out(np.asarray(ticket.out), self.spec.num_top)
+
+    def prompt_logprobs(
+        self, ticket: Ticket, targets: npt.NDArray[np.int32], shape: StepShape
+    ) -> jax.Array:
+        """Start scoring a step's chunk rows against the tokens that follow them."""
+        score = self._prompt_logprobs[shape.chunk]
+        out: jax.Array = score(self._params, ticket.chunk_hidden, self._put(targets))
+        out.copy_to_host_async()
+        return out
+
+    def read_prompt_logprobs(self, out: jax.Array) -> StepOutput:
+        """Wait for the report of `prompt_logprobs`."""
+        return unpack_out(np.asarray(out), self.spec.num_top)
+
+    @property
+    def params(self) -> Params:
+        """The canonical weights being served."""
+        return self._params
+
+    def replace_params(self, params: Params) -> None:
+        """Serve other weights of the same shapes and types from the next step on.
+
+        Raises:
+            ValueError: a leaf is missing, unexpected or of another shape or type.
+        """
+        new = dict(jax.tree.leaves_with_path(params))
+        old = dict(jax.tree.leaves_with_path(self._params))
+        if new.keys() != old.keys():
+            odd = sorted(jax.tree_util.keystr(p) for p in new.keys() ^ old.keys())
+            raise ValueError(f"the new weights differ in these leaves: {', '.join(odd[:8])}")
+        for path, leaf in new.items():
+            if (leaf.shape, leaf.dtype) != (old[path].shape, old[path].dtype):
+                raise ValueError(
+                    f"new weight {jax.tree_util.keystr(path)} is {leaf.dtype}{list(leaf.shape)}; "
+                    f"the engine serves {old[path].dtype}{list(old[path].shape)}"
+                )
+        self._params = jax.tree.map(
+            lambda leaf, like: jax.device_put(leaf, like.sharding), params, self._params
+        )
+
+    def memory(self) -> dict[str, int]:
+        """Bytes on the devices by part."""
+        spec = self.spec
+        pages = self._cache_shape[0]
+        return {
+            "weights_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self._params)),
+            "kv_cache_bytes": spec.layout.page_bytes * pages * spec.model.num_layers,
+            "slot_state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self._carry)),
+        }
+
+    def _put(self, array: npt.NDArray[Any]) -> jax.Array:
+        return jax.device_put(array, self._everywhere)
+
+    def _compile(
+        self, store: ExecutableStore
+    ) -> tuple[dict[StepShape, Compiled], dict[int, Compiled], Compiled]:
+        steps = {shape: self._step_program(shape) for shape in self.shapes.all()}
+        scores = {chunk: self._score_program(chunk) for chunk in self.shapes.chunks}
+        slot = self._slot_program()
+        compiled = store.load_all([*steps.values(), *scores.values(), slot])
+        return (
+            {shape: compiled[program.name] for shape, program in steps.items()},
+            {chunk: compiled[program.name] for chunk, program in scores.items()},
+            compiled[slot.name],
+        )
+
+    def _step_program(self, shape: StepShape) -> Program:
+        spec = self.spec
+        packed = self._abstract((spec.batch_layout(shape).packed_size,), jnp.int32)
+        cache = tuple(
+            jax.ShapeDtypeStruct(self._cache_shape, spec.layout.storage_dtype, sharding=self._paged)
+            for _ in range(spec.model.num_layers)
+        )
+        arguments = (_abstract_of(self._params), cache, self._abstract_carry(), packed)
+        return self._program(
+            f"step-{shape}",
+            build_step(spec, shape, self.mesh),
+            arguments,
+            results=(cache, self._abstract_carry(), packed, packed),
+            placed=(
+                tuple(self._paged for _ in cache),
+                self._everywhere,
+                self._everywhere,
+                self._everywhere,
+            ),
+            donate=(1, 2),
+        )
+
+    def _score_program(self, chunk: int) -> Program:
+        hidden = self._abstract((chunk, self.spec.model.hidden_size), jnp.float32)
+        targets = self._abstract((chunk,), jnp.int32)
+        return self._program(
+            f"prompt-logprobs-{chunk}",
+            partial(prompt_logprobs, self.spec),
+            (_abstract_of(self._params), hidden, targets),
+            results=targets,
+            placed=self._everywhere,
+        )
+
+    def _slot_program(self) -> Program:
+        sizes = self.spec.sizes
+        packed = self._abstract((sizes.packed_size,), jnp.int32)
+        return self._program(
+            "set-slot",
+            partial(set_slot, sizes=sizes),
+            (self._abstract_carry(), packed),
+            results=self._abstract_carry(),
+            placed=self._everywhere,
+            donate=(0,),
+        )
+
+    def _program(
+        self,
+        name: str,
+        function: Callable[..., Any],
+        arguments: tuple[Any, ...],
+        *,
+        results: Any,
+        placed: Any,
+        donate: tuple[int, ...] = (),
+    ) -> Program:
+        def lower() -> Lowered:
+            jitted = jax.jit(function, donate_argnums=donate, out_shardings=placed)
+            return jitted.lower(*arguments)
+
+        return Program(name=name, lower=lower, arguments=arguments, results=results)
+
+    def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=self._everywhere)
+
+    def _abstract_carry(self) -> Carry:
+        return jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), self.spec.sizes.abstract())
+
+
+def _abstract_of(tree: Any) -> Any:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)

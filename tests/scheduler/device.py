@@ -1,0 +1,167 @@
+"""A device in miniature that knows what every cell of every page contains.
+
+It runs plans in dispatch order, as a real one does, and keeps its own block tables, slots and
+newest tokens, so that whatever a plan fails to tell it is missing here too.  Instead of keys and
+values it writes a hash of all tokens up to the cell, which is what they depend on.  Every read is
+checked: pages reused too early, too late or for another prefix, and lost writes, are all wrong
+hashes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from scheduler import NULL_PAGE, FinishReason, ScheduledTokens, Sequence, StepPlan
+
+VOCAB_SIZE = 5
+GARBAGE = -1
+"""What the device returns for entries that do not sample."""
+
+
+@dataclass(eq=False)
+class Request:
+    """A sequence and all that the model would ever say to it."""
+
+    seq: Sequence
+    seed: int
+    breaks_at: int | None = None
+    """The token at this position gives logits that are not finite, if this sequence computes it."""
+    stops_after: int | None = None
+    """A stop string is complete with this many output tokens."""
+    _chain: list[int] = field(default_factory=list)
+
+    def token(self, position: int) -> int:
+        """The token at `position`, whoever runs beside it."""
+        if position < self.seq.num_prompt:
+            return self.seq.token_ids[position]
+        return (self.seed * 7 + position * position * 3 + position // 3) % VOCAB_SIZE
+
+    def chain(self, end: int) -> list[int]:
+        """What the cells of positions 0 to `end` must contain."""
+        while len(self._chain) < end:
+            before = self._chain[-1] if self._chain else hash(self.seq.cache_salt)
+            self._chain.append(hash((before, self.token(len(self._chain)))))
+        return self._chain[:end]
+
+    def solo(self) -> tuple[list[int], FinishReason, int | None]:
+        """Output, finish reason and stop token of this request on its own."""
+        seq, output = self.seq, list[int]()
+        while True:
+            position = seq.num_prompt + len(output)
+            if self.breaks_at is not None and self.breaks_at < position:
+                return output, FinishReason.ERROR, None
+            if seq.max_tokens == 0:
+                return output, FinishReason.LENGTH, None
+            output.append(self.token(position))
+            if output[-1] in seq.stop_ids and len(output) >= seq.min_tokens:
+                return output, FinishReason.STOP, output[-1]
+            if len(output) == seq.max_tokens:
+                return output, FinishReason.LENGTH, None
+            if len(output) == self.stops_after:
+                return output, FinishReason.STOP, None
+
+
+@dataclass
+class Slot:
+    """What the device knows of the sequence in a slot."""
+
+    request: Request
+    block_table: list[int]
+    version: int
+    """Of the weights when it got the slot: what it reads is no older."""
+    newest: tuple[int, int] | None = None
+    """Position and id of the token sampled last."""
+
+
+class FakeDevice:
+    """Runs plans and asserts at each entry that it reads its own sequence's tokens only."""
+
+    def __init__(self, page_size: int) -> None:
+        self.requests: dict[str, Request] = {}
+        self.version = 0
+        self._page_size = page_size
+        self._cells: dict[tuple[int, int], int | None] = {}
+        self._versions: dict[tuple[int, int], int] = {}
+        self._slots: dict[int, Slot] = {}
+        self._sampled: set[tuple[str, int]] = set()
+
+    def run(self, plan: StepPlan) -> tuple[list[int], set[int]]:
+        """Run one step: a token per entry, and the entries that gave no finite logits."""
+        self._receive(plan)
+        for entry in plan.entries:
+            self._check_reads(entry, entry.start)
+        self._write_padding()
+        for entry in plan.entries:
+            self._write(entry)
+        for entry in plan.entries:
+            self._check_reads(entry, entry.end)
+        tokens = [self._sample(entry) for entry in plan.entries]
+        return tokens, {i for i, entry in enumerate(plan.entries) if self._is_broken(entry)}
+
+    def _receive(self, plan: StepPlan) -> None:
+        for seq in plan.admitted:
+            assert seq.slot is not None
+            request = self.requests[seq.seq_id]
+            self._slots[seq.slot] = Slot(request, list(seq.block_table), self.version)
+        for entry in plan.entries:
+            slot = self._slots[entry.slot]
+            assert slot.request.seq is entry.seq, "the slot belongs to another sequence"
+            slot.block_table[entry.first_new_page :] = entry.new_pages
+
+    def _cell(self, entry: ScheduledTokens, position: int) -> tuple[int, int]:
+        page = self._slots[entry.slot].block_table[position // self._page_size]
+        assert page != NULL_PAGE
+        return page, position % self._page_size
+
+    def _is_broken(self, entry: ScheduledTokens) -> bool:
+        breaks_at = self._slots[entry.slot].request.breaks_at
+        return breaks_at is not None and breaks_at < entry.end
+
+    def _check_reads(self, entry: ScheduledTokens, end: int) -> None:
+        slot = self._slots[entry.slot]
+        request = slot.request
+        expected: list[int | None] = list(request.chain(end))
+        if request.breaks_at is not None:
+            expected[request.breaks_at :] = [None] * (end - request.breaks_at)
+        cells = [self._cell(entry, position) for position in range(end)]
+        found = [self._cells.get(cell) for cell in cells]
+        assert found == expected, f"{entry.seq.seq_id} reads what is not its own before {end}"
+        assert all(self._versions[cell] >= slot.version for cell in cells), "stale pages are read"
+
+    def _write_padding(self) -> None:
+        for offset in range(self._page_size):
+            self._cells[NULL_PAGE, offset] = GARBAGE
+
+    def _write(self, entry: ScheduledTokens) -> None:
+        slot = self._slots[entry.slot]
+        for position, token in enumerate(self._inputs(entry), entry.start):
+            if position == 0:
+                before: int | None = hash(entry.seq.cache_salt)
+            else:
+                before = self._cells[self._cell(entry, position - 1)]
+            broken = before is None or position == slot.request.breaks_at
+            cell = self._cell(entry, position)
+            self._cells[cell] = None if broken else hash((before, token))
+            self._versions[cell] = self.version
+
+    def _inputs(self, entry: ScheduledTokens) -> list[int]:
+        """The tokens to compute: the device's own in decode, else those that the host sends."""
+        if entry.is_decode:
+            newest = self._slots[entry.slot].newest
+            assert newest is not None, "a decode entry in a slot that has sampled nothing"
+            position, token = newest
+            assert (position, 1) == (entry.start, entry.count)
+            return [token]
+        assert len(entry.token_ids) == entry.count, "the host does not know what it sends"
+        return entry.token_ids
+
+    def _sample(self, entry: ScheduledTokens) -> int:
+        if not entry.samples:
+            return GARBAGE
+        name = (entry.seq.seq_id, entry.end)
+        assert name not in self._sampled, f"{name} is sampled twice: a token was thrown away"
+        self._sampled.add(name)
+        slot = self._slots[entry.slot]
+        token = slot.request.token(entry.end)
+        slot.newest = (entry.end, token)
+        return token

@@ -28,7 +28,7 @@ class Batch(NamedTuple):
 
     slot: jax.Array  # i32[rows], num_slots for an unused row
     start: jax.Array  # i32[rows], position of the first token computed
-    count: jax.Array  # i32[rows], tokens computed; 0 for an unused row
+    length: jax.Array  # i32[rows], tokens computed; 0 for an unused row
     flags: jax.Array  # i32[rows], DECODES and SAMPLES
     last: jax.Array  # i32[rows], model row of the last token computed
     token: jax.Array  # i32[chunk]
@@ -74,6 +74,15 @@ class BatchLayout:
             *(lax.slice(packed, (int(a),), (int(b),)) for a, b in zip(starts, ends, strict=True))
         )
 
+    def empty(self) -> npt.NDArray[np.int32]:
+        """A packed batch without any work."""
+        packed = np.zeros(self.packed_size, np.int32)
+        parts = Batch(*self.views(packed))  # type: ignore[arg-type]  # arrays of the host
+        parts.slot[:] = self.num_slots
+        parts.row[:] = self.shape.rows
+        parts.page_slot[:] = self.num_slots
+        return packed
+
     def views(self, packed: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
         """The parts, as writable views on the host."""
         return np.split(packed, np.cumsum(self.lengths)[:-1])
@@ -89,16 +98,13 @@ def pack_batch(plan: StepPlan, layout: BatchLayout) -> npt.NDArray[np.int32]:
     Returns:
         i32[layout.packed_size].
     """
-    packed = np.zeros(layout.packed_size, np.int32)
-    slot, start, count, flags, last, token, position, row, *deltas = layout.views(packed)
+    packed = layout.empty()
+    slot, start, length, flags, last, token, position, row, *deltas = layout.views(packed)
     page_slot, page_index, page = deltas
-    slot[:] = layout.num_slots
-    row[:] = layout.shape.rows
-    page_slot[:] = layout.num_slots
     filled = added = 0
     admitted = {id(seq) for seq in plan.admitted}
     for i, entry in enumerate(plan.entries):
-        slot[i], start[i], count[i] = entry.slot, entry.start, entry.count
+        slot[i], start[i], length[i] = entry.slot, entry.start, entry.count
         flags[i] = DECODES * entry.is_decode | SAMPLES * entry.samples
         if entry.is_decode:
             last[i] = i

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -66,17 +67,16 @@ class CarrySizes:
         """Shapes and types of the carry."""
         slots, vocab = self.num_slots, self.vocab_size
 
-        def i32(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.int32)
+        def of(dtype: npt.DTypeLike, *shape: int) -> Any:
+            return jax.ShapeDtypeStruct(shape, np.dtype(dtype))
 
-        def f32(*shape: int) -> jax.ShapeDtypeStruct:
-            return jax.ShapeDtypeStruct(shape, jnp.float32)
+        i32, f32 = partial(of, np.int32), partial(of, np.float32)
 
-        return Carry(  # type: ignore[arg-type]  # shapes stand in for arrays
+        return Carry(
             last_token=i32(slots),
             block_table=i32(slots, self.pages_per_seq),
             output_counts=i32(slots, vocab),
-            in_prompt=jax.ShapeDtypeStruct((slots, vocab), jnp.bool_),
+            in_prompt=of(np.bool_, slots, vocab),
             floats=f32(slots, len(FLOATS)),
             ints=i32(slots, len(INTS)),
             bias_ids=i32(slots, MAX_LOGIT_BIAS),

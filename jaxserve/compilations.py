@@ -7,7 +7,6 @@ operations included; there is no way to compile behind this counter's back.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 
@@ -41,7 +40,7 @@ def _event_log() -> list[str]:
     """The process's compile events; JAX keeps listeners forever, so there is one."""
     log: list[str] = []
 
-    def listen(event: str, duration_s: float, **_: Any) -> None:
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
         if event in EVENTS:
             log.append(event)
 

@@ -73,6 +73,9 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] | None = _option(
         None, "Prefill chunk sizes to compile; a few up to max_num_batched_tokens if absent."
     )
+    warm_up: bool = _option(
+        True, "Run every executable once before the first request; off starts sooner."
+    )
     deterministic: bool = _option(
         False, "One decode and one chunk bucket only: results cannot depend on the batch size."
     )

@@ -7,6 +7,7 @@ tokens of step n.  Features are functions of the plan or data on the device, not
 
 from __future__ import annotations
 
+import itertools
 import random
 import time
 from collections import deque
@@ -78,7 +79,7 @@ class Engine:
         self._flights: deque[_Flight] = deque()
         self._requests: dict[str, Request] = {}
         self._samples: dict[Sequence, Sample] = {}
-        self._num_submitted = 0
+        self._fresh_ids = (f"request-{n}" for n in itertools.count(1))
         self._meter = StepMeter(runner.spec.sizes.num_slots)
         self._base = replace(scheduler.stats)
         self.compilations = CompileCounter()
@@ -220,8 +221,7 @@ class Engine:
 
     def _fresh_id(self, request_id: str | None) -> str:
         if request_id is None:
-            self._num_submitted += 1
-            return f"request-{self._num_submitted}"
+            return next(i for i in self._fresh_ids if i not in self._requests)
         if request_id in self._requests:
             raise ValueError(f"request id {request_id!r} is in use; choose another")
         return request_id
@@ -324,7 +324,7 @@ class Engine:
             flight = self._flights.popleft()
             with watch:
                 report = self.runner.read(flight.ticket)
-            self._record_prompts(flight)
+            deltas += self._record_prompts(flight)
             deltas += self._record(flight.plan, report)
         return deltas
 
@@ -368,9 +368,9 @@ class Engine:
             sample.request.error = NOT_FINITE
         return delta(sample, self._close(sample, reason), ())
 
-    def _finish(self, sample: Sample, reason: FinishReason) -> None:
+    def _finish(self, sample: Sample, reason: FinishReason) -> Delta:
         self.scheduler.finish(sample.seq, reason)
-        delta(sample, self._close(sample, reason), ())
+        return delta(sample, self._close(sample, reason), ())
 
     def _close(self, sample: Sample, reason: FinishReason) -> str:
         text = finish_sample(sample, reason)
@@ -382,30 +382,33 @@ class Engine:
             sample.request.stamp_end(time.monotonic())
         return text
 
-    def _record_prompts(self, flight: _Flight) -> None:
+    def _record_prompts(self, flight: _Flight) -> list[Delta]:
+        """Store a step's prompt log-probabilities; end the requests whose are not finite."""
         if flight.prompt_report is None:
-            return
+            return []
         report = self.runner.read_prompt_logprobs(flight.prompt_report)
+        deltas = []
         for first, entry in _chunk_rows(flight.plan):
             if self._scores_prompt(entry.seq):
-                self._record_prompt(self._samples[entry.seq].request, report, first, entry)
+                request = self._samples[entry.seq].request
+                if not self._record_prompt(request, report, first, entry):
+                    request.error = NOT_FINITE
+                    left = [s for s in request.samples if s.finish_reason is None]
+                    deltas += [self._finish(sample, FinishReason.ERROR) for sample in left]
+        return deltas
 
     def _record_prompt(
         self, request: Request, report: StepOutput, first: int, entry: ScheduledTokens
-    ) -> None:
+    ) -> bool:
+        """Store what one entry of a step says; False if a row of it is not finite."""
         scores, num_top = request.prompt_logprobs, request.params.prompt_logprobs
         assert scores is not None
         assert num_top is not None
         end = min(entry.start + entry.count, entry.seq.num_prompt - 1)
-        for position in range(entry.start, end):
-            row = first + position - entry.start
-            scores[position + 1] = logprob_entry(report, row, num_top, self.tokenizer)
-            if not report.finite[row] and request.error is None:
-                request.error = NOT_FINITE
-        if request.error is not None:
-            for sample in request.samples:
-                if sample.finish_reason is None:
-                    self._finish(sample, FinishReason.ERROR)
+        rows = range(first, first + max(end - entry.start, 0))
+        for position, row in enumerate(rows, entry.start + 1):
+            scores[position] = logprob_entry(report, row, num_top, self.tokenizer)
+        return bool(report.finite[rows].all())
 
 
 def _chunk_rows(plan: StepPlan) -> list[tuple[int, ScheduledTokens]]:

@@ -12,21 +12,22 @@ import functools
 import hashlib
 import logging
 import os
-import pickle
 import platform
 import tempfile
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
 from jax.stages import Compiled, Lowered
 
 log = logging.getLogger(__name__)
+
+_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True)
@@ -53,52 +54,71 @@ class ExecutableStore:
         self._directory = directory
         self._context = context
         self._devices = devices
+        # XLA releases the GIL while it compiles and links.
+        self._pool = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "executables")
 
-    def load_all(self, programs: Sequence[Program]) -> dict[str, Compiled]:
-        """Every program by name, loaded or compiled on a few threads (XLA releases the GIL)."""
-        with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-            compiled = list(pool.map(self._load_or_build, programs))
-        return {program.name: c for program, c in zip(programs, compiled, strict=True)}
+    def start(self, programs: Sequence[Program]) -> dict[str, Future[Compiled]]:
+        """Every program by name, in the making: earlier ones are ready earlier.
 
-    def _load_or_build(self, program: Program) -> Compiled:
-        path = self._directory / f"{program.name}-{self._key(program)}.xla"
-        loaded = self._load(path, program)
-        if loaded is not None:
-            return loaded
+        Returns once everything that the directory lacks is compiled; what it has goes on being
+        loaded on a few threads, so that a first step need not wait for the shapes of later ones.
+        Nothing compiles after the return.
+        """
+        found = {program.name: self._read(program) for program in programs}
+        futures = {
+            program.name: self._pool.submit(self._make, program, found[program.name])
+            for program in programs
+        }
+        wait([futures[name] for name, payload in found.items() if payload is None])
+        return futures
+
+    def close(self) -> None:
+        """Give up loading what has not been needed."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _make(self, program: Program, payload: bytes | None) -> Compiled:
+        if payload is not None:
+            try:
+                return self._deserialise(program, payload)
+            except Exception as error:  # whatever JAX may raise on an entry it cannot use
+                log.warning("rebuilding %s, which does not load: %s", program.name, error)
         compiled = program.lower().compile()
-        self._save(path, compiled)
+        self._write(self._path(program), compiled)
         return compiled
 
-    def _key(self, program: Program) -> str:
+    def _deserialise(self, program: Program, payload: bytes) -> Compiled:
+        arguments = jax.tree.structure((program.arguments, {}))
+        results = jax.tree.structure(program.results)
+        compiled: Compiled = serialize_executable.deserialize_and_load(
+            payload, arguments, results, execution_devices=self._devices
+        )
+        return compiled
+
+    def _path(self, program: Program) -> Path:
         leaves, tree = jax.tree.flatten(program.arguments)
         shapes = [(leaf.shape, str(leaf.dtype), str(leaf.sharding)) for leaf in leaves]
         text = "\n".join((environment(), self._context, program.name, str(shapes), str(tree)))
-        return hashlib.sha256(text.encode()).hexdigest()[:24]
+        key = hashlib.sha256(text.encode()).hexdigest()[:24]
+        return self._directory / f"{program.name}-{key}.xla"
 
-    def _load(self, path: Path, program: Program) -> Compiled | None:
+    def _read(self, program: Program) -> bytes | None:
+        path = self._path(program)
         try:
-            payload = pickle.loads(path.read_bytes())
-        except FileNotFoundError:
+            content = path.read_bytes()
+        except OSError:
             return None
-        except Exception as error:  # a damaged entry of any kind is rebuilt
-            log.warning("ignoring the unreadable executable %s: %s", path.name, error)
+        digest, payload = content[:_DIGEST_BYTES], content[_DIGEST_BYTES:]
+        if hashlib.sha256(payload).digest() != digest:
+            log.warning("rebuilding %s: its file %s is damaged", program.name, path.name)
             return None
-        arguments = jax.tree.structure((program.arguments, {}))
-        results = jax.tree.structure(program.results)
-        try:
-            return serialize_executable.deserialize_and_load(
-                payload, arguments, results, execution_devices=self._devices
-            )
-        except Exception as error:
-            log.warning("rebuilding %s, which does not load: %s", path.name, error)
-            return None
+        return payload
 
-    def _save(self, path: Path, compiled: Compiled) -> None:
+    def _write(self, path: Path, compiled: Compiled) -> None:
         try:
             payload, _, _ = serialize_executable.serialize(compiled)
             self._directory.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile(dir=self._directory, delete=False) as file:
-                pickle.dump(payload, file)
+                file.write(hashlib.sha256(payload).digest() + payload)
             os.replace(file.name, path)
         except (OSError, ValueError, NotImplementedError) as error:
             log.warning("not keeping executable %s: %s", path.name, error)
@@ -110,7 +130,7 @@ def environment() -> str:
     device = jax.devices()[0]
     parts = (
         jax.__version__,
-        jaxlib.__version__,
+        metadata.version("jaxlib"),
         device.platform,
         device.device_kind,
         device.client.platform_version,

@@ -156,6 +156,10 @@ class LLM:
         ids = self.tokenizer.encode_chat(list(messages), **template)
         return self._stream(None, ids, sampling_params or SamplingParams())
 
+    def close(self) -> None:
+        """Let go of what still loads in the background; the process can then end at once."""
+        self.engine.runner.close()
+
     def get_tokenizer(self) -> Any:
         """The tokenizer."""
         return self.tokenizer
@@ -192,7 +196,7 @@ class LLM:
 
     def _run(
         self,
-        encoded: list[tuple[str | None, list[int]]],
+        encoded: Seq[tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
         use_tqdm: bool,
         priority: Seq[int] | None,

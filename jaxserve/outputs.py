@@ -96,7 +96,8 @@ class ScoreOutput:
         return math.exp(self.mean_nll)
 
 
-class Delta(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Delta:
     """What one step added to one sample of one request."""
 
     request_id: str

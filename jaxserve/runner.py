@@ -8,6 +8,7 @@ and cannot compile.
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -32,6 +33,9 @@ from jaxserve.step import (
     prompt_logprobs,
     unpack_out,
 )
+
+Loading = Future[Compiled]
+"""An executable that may still be on its way from the disk."""
 
 
 class Ticket(NamedTuple):
@@ -72,7 +76,8 @@ class Runner:
         self._paged = NamedSharding(mesh, spec.layout.partition_spec(TENSOR_AXIS))
         self._params = params
         self._cache_shape = spec.layout.shape(num_pages)
-        self._steps, self._prompt_logprobs, self._set_slot = self._compile(store)
+        self._store = store
+        self._steps, self._prompt_logprobs, self._set_slot = self._start()
         self._cache: Cache = tuple(
             jnp.zeros(self._cache_shape, spec.layout.storage_dtype, device=self._paged)
             for _ in range(spec.model.num_layers)
@@ -81,13 +86,31 @@ class Runner:
             lambda x: jnp.zeros(x.shape, x.dtype, device=self._everywhere), spec.sizes.abstract()
         )
 
+    def warm_up(self) -> None:
+        """Run every executable once on nothing.
+
+        XLA's CPU backend prepares an executable on its first call, which takes longer than the
+        call itself.
+        """
+        for shape in self.shapes.all():
+            layout = self.spec.batch_layout(shape)
+            ticket = self.run(layout.empty(), shape)
+            if shape.chunk:
+                nothing = np.zeros(shape.chunk, np.int32)
+                self.read_prompt_logprobs(self.prompt_logprobs(ticket, nothing, shape))
+            self.read(ticket)
+
+    def close(self) -> None:
+        """Stop loading executables that have not been needed."""
+        self._store.close()
+
     def set_slot(self, packed: npt.NDArray[np.int32]) -> None:
         """Replace one slot's state; see `SlotPacker.pack`."""
-        self._carry = self._set_slot(self._carry, self._put(packed))
+        self._carry = self._set_slot.result()(self._carry, self._put(packed))
 
     def run(self, packed: npt.NDArray[np.int32], shape: StepShape) -> Ticket:
         """Start a step of the given shape and return at once."""
-        step = self._steps[shape]
+        step = self._steps[shape].result()
         self._cache, self._carry, out, hidden = step(
             self._params, self._cache, self._carry, self._put(packed)
         )
@@ -102,7 +125,7 @@ class Runner:
         self, ticket: Ticket, targets: npt.NDArray[np.int32], shape: StepShape
     ) -> jax.Array:
         """Start scoring a step's chunk rows against the tokens that follow them."""
-        score = self._prompt_logprobs[shape.chunk]
+        score = self._prompt_logprobs[shape.chunk].result()
         out: jax.Array = score(self._params, ticket.chunk_hidden, self._put(targets))
         out.copy_to_host_async()
         return out
@@ -148,19 +171,23 @@ class Runner:
         }
 
     def _put(self, array: npt.NDArray[Any]) -> jax.Array:
-        return jax.device_put(array, self._everywhere)
+        placed: jax.Array = jax.device_put(array, self._everywhere)
+        return placed
 
-    def _compile(
-        self, store: ExecutableStore
-    ) -> tuple[dict[StepShape, Compiled], dict[int, Compiled], Compiled]:
+    def _start(
+        self,
+    ) -> tuple[dict[StepShape, Loading], dict[int, Loading], Loading]:
         steps = {shape: self._step_program(shape) for shape in self.shapes.all()}
         scores = {chunk: self._score_program(chunk) for chunk in self.shapes.chunks}
         slot = self._slot_program()
-        compiled = store.load_all([*steps.values(), *scores.values(), slot])
+        # What a first request needs comes first.
+        first = [slot, steps[self.shapes.choose(1, 1)], steps[self.shapes.choose(1, 0)]]
+        others = [p for p in (*steps.values(), *scores.values()) if p not in first]
+        loading = self._store.start([*first, *others])
         return (
-            {shape: compiled[program.name] for shape, program in steps.items()},
-            {chunk: compiled[program.name] for chunk, program in scores.items()},
-            compiled[slot.name],
+            {shape: loading[program.name] for shape, program in steps.items()},
+            {chunk: loading[program.name] for chunk, program in scores.items()},
+            loading[slot.name],
         )
 
     def _step_program(self, shape: StepShape) -> Program:
@@ -228,7 +255,8 @@ class Runner:
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=self._everywhere)
 
     def _abstract_carry(self) -> Carry:
-        return jax.tree.map(lambda x: self._abstract(x.shape, x.dtype), self.spec.sizes.abstract())
+        like = self.spec.sizes.abstract()
+        return Carry(*(self._abstract(x.shape, x.dtype) for x in like))  # type: ignore[arg-type]
 
 
 def _abstract_of(tree: Any) -> Any:

@@ -16,6 +16,7 @@ schedule.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -219,14 +220,15 @@ def _ordered(x: jax.Array) -> jax.Array:
     return jnp.where(bits >> 31 == 1, ~bits, bits | jnp.uint32(1 << 31))
 
 
-def _largest_threshold(holds, like: jax.Array) -> jax.Array:  # type: ignore[no-untyped-def]
+def _largest_threshold(holds: Callable[[jax.Array], jax.Array], like: jax.Array) -> jax.Array:
     """Largest u32 threshold of each row for which `holds`, a decreasing predicate, is true."""
 
     def bit(i: jax.Array, threshold: jax.Array) -> jax.Array:
         higher = threshold | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
         return jnp.where(holds(higher), higher, threshold)
 
-    return lax.fori_loop(0, 32, bit, jnp.zeros(like.shape[0], jnp.uint32))
+    found: jax.Array = lax.fori_loop(0, 32, bit, jnp.zeros(like.shape[0], jnp.uint32))
+    return found
 
 
 def inverse_cdf(

@@ -15,6 +15,8 @@ MAX_LOGIT_BIAS = 300
 """Most entries of `logit_bias`: OpenAI's documented limit, and the size of the device array."""
 MAX_STOP_IDS = 64
 """Most end tokens (stop ids and end-of-sequence ids) that `min_tokens` can hold back."""
+MAX_REPETITION_PENALTY = 1e3
+"""Beyond this, or below its inverse, penalised logits could leave the range of float32."""
 SMALLEST_TEMPERATURE = 1e-30
 """Below this a temperature is zero: dividing by it would leave the range of float32."""
 
@@ -66,7 +68,7 @@ class SamplingParams:
         _number(self, "min_p", 0, 1)
         _number(self, "presence_penalty", -2, 2)
         _number(self, "frequency_penalty", -2, 2)
-        _number(self, "repetition_penalty", 0, 1e3, open_below=True)
+        _number(self, "repetition_penalty", 1 / MAX_REPETITION_PENALTY, MAX_REPETITION_PENALTY)
         _integer(self, "n", 1, 1024)
         _integer(self, "top_k", -1, 2**31 - 1)
         _integer(self, "min_tokens", 0, 2**31 - 1)
@@ -75,10 +77,12 @@ class SamplingParams:
                 _integer(self, name, least, 2**31 - 1)
         if self.seed is not None:
             _integer(self, "seed", -(2**63), 2**64 - 1)
-        for name in ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"):
+        for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}={getattr(self, name)!r} must be true or false")
         object.__setattr__(self, "stop", _stop_strings(self.stop))
+        if self.stop and not self.detokenize:
+            raise ValueError(f"stop={self.stop!r} needs text; leave out detokenize=False")
         object.__setattr__(self, "stop_token_ids", _ids(self, "stop_token_ids") or ())
         object.__setattr__(self, "allowed_token_ids", _ids(self, "allowed_token_ids"))
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
@@ -141,15 +145,15 @@ class SamplingParams:
                 )
 
 
-def _number(
-    params: SamplingParams, name: str, low: float, high: float, open_below: bool = False
-) -> None:
+_FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize")
+
+
+def _number(params: SamplingParams, name: str, low: float, high: float) -> None:
     value: Any = getattr(params, name)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
         raise ValueError(f"{name}={value!r} must be a finite number")
-    if not low <= value <= high or (open_below and value == low):
-        bracket = "(" if open_below else "["
-        raise ValueError(f"{name}={value!r} must be in {bracket}{low}, {high}]")
+    if not low <= value <= high:
+        raise ValueError(f"{name}={value!r} must be in [{low}, {high}]")
 
 
 def _integer(params: SamplingParams, name: str, low: int, high: int) -> None:

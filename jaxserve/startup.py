@@ -120,6 +120,8 @@ def assemble(
     )
     store = ExecutableStore(directory, repr((spec, shapes)), list(mesh.devices.flat))
     runner = Runner(spec, shapes, mesh, params, config.num_kv_blocks, store)
+    if config.warm_up:
+        runner.warm_up()
     end_ids = frozenset(model.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
     engine = Engine(
         runner,
@@ -164,7 +166,8 @@ def _place_params(
     source: ModelSource, model: ModelConfig, dtype: npt.DTypeLike, mesh: Mesh, seed: int
 ) -> Params:
     def put(path: tuple[Any, ...], array: npt.NDArray[Any]) -> jax.Array:
-        return jax.device_put(array, sharding.of_weight(mesh, path))
+        placed: jax.Array = jax.device_put(array, sharding.of_weight(mesh, path))
+        return placed
 
     return load_params(source, model, np.dtype(dtype), put)
 

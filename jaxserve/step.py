@@ -100,7 +100,7 @@ def forward(
 ) -> tuple[Cache, jax.Array]:
     """Compute every token of the batch: its KV into the pages, its hidden row as f32[tokens, H]."""
     slot = jnp.minimum(batch.slot, spec.sizes.num_slots - 1)
-    decodes = (batch.flags & DECODES != 0) & (batch.count > 0)
+    decodes = (batch.flags & DECODES != 0) & (batch.length > 0)
     tokens = jnp.concatenate([jnp.where(decodes, carry.last_token[slot], 0), batch.token])
     positions = jnp.concatenate([batch.start, batch.position])
     attend = PagedAttention(spec, shape, mesh, cache, carry.block_table[slot], batch)
@@ -128,10 +128,10 @@ class PagedAttention:
         self._spec, self._shape, self._mesh = spec, shape, mesh
         self._tables = block_tables
         decodes = batch.flags & DECODES != 0
-        live = batch.count > 0
+        live = batch.length > 0
         self._decode_lens = jnp.where(live & decodes, batch.start + 1, 0)
-        chunk_lens = jnp.where(live & ~decodes, batch.count, 0)
-        self._chunk_kv_lens = jnp.where(chunk_lens > 0, batch.start + batch.count, 0)
+        chunk_lens = jnp.where(live & ~decodes, batch.length, 0)
+        self._chunk_kv_lens = jnp.where(chunk_lens > 0, batch.start + batch.length, 0)
         self._chunk_cu = jnp.concatenate(
             [jnp.zeros(1, jnp.int32), jnp.cumsum(chunk_lens, dtype=jnp.int32)]
         )
@@ -228,10 +228,10 @@ def sample_rows(
     Returns:
         The carry, and the report as i32[rows, out_width]; see `unpack_out`.
     """
-    samples = (batch.flags & SAMPLES != 0) & (batch.count > 0)
+    samples = (batch.flags & SAMPLES != 0) & (batch.length > 0)
     slot = jnp.minimum(batch.slot, spec.sizes.num_slots - 1)
     sampled = sample(
-        model.logits(hidden), carry, slot, batch.start + batch.count, samples, spec.num_top
+        model.logits(hidden), carry, slot, batch.start + batch.length, samples, spec.num_top
     )
     into = jnp.where(samples, batch.slot, spec.sizes.num_slots)  # dropped where none
     carry = carry._replace(
@@ -307,7 +307,8 @@ def prompt_logprobs(
         finite = jnp.isfinite(logits.max(-1))
         return _pack_out(Sampled(args[1], finite, logprob, rank, ids, top))
 
-    return lax.map(rows, (hidden, blocks)).reshape(-1, spec.out_width)[:chunk]
+    report: jax.Array = lax.map(rows, (hidden, blocks))
+    return report.reshape(-1, spec.out_width)[:chunk]
 
 
 __all__ = [

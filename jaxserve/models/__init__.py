@@ -1,0 +1,1 @@
+"""Model definitions and the numbers that fix them."""

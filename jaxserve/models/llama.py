@@ -158,7 +158,7 @@ class Llama(nnx.Module):
         attend: Attend,
     ) -> jax.Array:  # f32[T, H]
         """Hidden rows before the last norm, one per token."""
-        x = self.embed.at[tokens].get(mode="clip").astype(jnp.float32)
+        x: jax.Array = self.embed.at[tokens].get(mode="clip").astype(jnp.float32)
         rotate = Rotation(self.config, positions)
         for i, layer in enumerate(self.layers):
             x = layer(x, i, rotate, attend)
@@ -175,7 +175,9 @@ Params = dict[Any, Any]
 """The canonical weight tree: nested dicts with the modules' attribute names, layers by number."""
 
 
-def abstract_model(config: ModelConfig, dtype: np.dtype) -> tuple[nnx.GraphDef[Llama], nnx.State]:
+def abstract_model(
+    config: ModelConfig, dtype: np.dtype
+) -> tuple[nnx.GraphDef[Llama], nnx.State[Any, Any]]:
     """Structure and shapes of the model of `config`, without any memory."""
 
     def make() -> Llama:

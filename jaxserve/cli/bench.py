@@ -1,0 +1,12 @@
+"""`jaxserve bench`: the group of measuring verbs."""
+
+from __future__ import annotations
+
+import click
+
+from jaxserve.cli.base import LazyGroup
+
+
+@click.group("bench", cls=LazyGroup, verbs={"throughput": "jaxserve.cli.bench_throughput"})
+def command() -> None:
+    """Measure the engine."""

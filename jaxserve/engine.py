@@ -164,7 +164,7 @@ class Engine:
         Raises:
             ValueError: the tree does not match, or requests are running on the old weights.
         """
-        if self.has_work:
+        if self.scheduler.has_work:  # a step in flight may remain: nobody waits for its results
             raise ValueError("weights can be replaced only while no request is running")
         self.runner.replace_params(params)
         self.scheduler.reset_prefix_cache()

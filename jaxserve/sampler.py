@@ -210,7 +210,8 @@ def filtered_weights(
     nucleus = _largest_threshold(
         lambda t: jnp.sum(jnp.where(at_least(t), weights, 0.0), -1) >= mass, scaled
     )
-    nucleus = jnp.where(top_p < 1, nucleus, 0)
+    # A tiny top_p may round the mass to zero, which no tokens at all would reach.
+    nucleus = jnp.where(top_p < 1, jnp.minimum(nucleus, order.max(-1)), 0)
     return jnp.where(at_least(nucleus), weights, 0.0)
 
 

@@ -54,6 +54,7 @@ _CPU_CACHE_BYTES = 1 << 30
 """KV cache of a CPU engine that names no number of pages: enough for tens of chats, and small
 beside any laptop's memory."""
 _BLOCK_Q = {"cpu": 64}
+"""Query tokens per work item of the XLA chunk form: few large ones where launches cost most."""
 _BLOCK_KV = 256
 
 
@@ -111,7 +112,7 @@ def assemble(
             max_model_len=config.max_model_len,
         ),
         num_top=min(config.max_logprobs, model.vocab_size),
-        block_q=_BLOCK_Q.get(platform, 16),
+        block_q=_BLOCK_Q.get(platform, 128),
         block_kv=page_size * max(1, _BLOCK_KV // page_size),
         attention=choose(config.attention_backend, platform).name,
     )

@@ -25,7 +25,7 @@ class Plan(NamedTuple):
     lo: jax.Array  # i32[items], first key position
     hi: jax.Array  # i32[items], one past the last key position
     start: jax.Array  # i32[seqs], first item of each sequence
-    count: jax.Array  # i32[seqs], items of each sequence
+    count: jax.Array  # type: ignore[assignment]  # i32[seqs], items of each sequence
     need: jax.Array  # i32[], live items
 
 

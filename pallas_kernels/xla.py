@@ -100,6 +100,12 @@ class _Softmax:
         return total / jnp.where(weight > 0, weight, 1.0)
 
 
+def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """An einsum accumulated in float32; float32 operands are not rounded to TF32 or bfloat16."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    return jnp.einsum(axes, a, b, precision=precision, preferred_element_type=jnp.float32)
+
+
 def _capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
     return logits if soft_cap is None else soft_cap * jnp.tanh(logits / soft_cap)
 
@@ -164,14 +170,12 @@ def _rows_together(
         keep = position < lengths[:, None]
         if options.window is not None:
             keep &= position >= lengths[:, None] - options.window
-        logits = jnp.einsum("rhgd,rhtd->rhgt", q, k, preferred_element_type=jnp.float32)
+        logits = _product("rhgd,rhtd->rhgt", q, k)
         total, largest, weight, p = _Softmax.rescale(
             state, _capped(logits * options.sm_scale, options.soft_cap), keep[:, None, None, :]
         )
         v = jnp.where(keep[:, None, :, None], v, 0)
-        out = jnp.einsum(
-            "rhgt,rhtd->rhgd", p.astype(v.dtype), v, preferred_element_type=jnp.float32
-        )
+        out = _product("rhgt,rhtd->rhgd", p.astype(v.dtype), v)
         return total + out, largest, weight
 
     blocks = (lengths.max() + options.block_kv - 1) // options.block_kv
@@ -217,14 +221,12 @@ def _chunk_rows(
             if options.window is not None:
                 keep &= position > position_q[:, None] - options.window
             keep = jnp.repeat(keep, group, axis=0)[None]
-            logits = jnp.einsum("hqd,htd->hqt", queries, k, preferred_element_type=jnp.float32)
+            logits = _product("hqd,htd->hqt", queries, k)
             total, largest, weight, p = _Softmax.rescale(
                 state, _capped(logits * options.sm_scale, options.soft_cap), keep
             )
             v = jnp.where((position < kv_lens[seq])[None, :, None], v, 0)
-            out = jnp.einsum(
-                "hqt,htd->hqd", p.astype(v.dtype), v, preferred_element_type=jnp.float32
-            )
+            out = _product("hqt,htd->hqd", p.astype(v.dtype), v)
             return total + out, largest, weight
 
         blocks = (plan.lo[w] // block_kv, (plan.hi[w] + block_kv - 1) // block_kv)

@@ -32,7 +32,7 @@ _MODEL_FACTS = (
 @click.command("inspect", cls=Verb)
 @click.option("--json", is_flag=True, help="One JSON object instead of tables.")
 @log_option
-@engine_options()
+@engine_options(warm_up=False)
 def command(json: bool, config: EngineConfig) -> None:
     """Show the model, the pages that fit, the compiled shapes and the memory by part."""
     llm = load_llm(config)

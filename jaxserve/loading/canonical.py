@@ -15,8 +15,8 @@ from jaxserve.loading.arrays import Array
 from jaxserve.models.config import ModelConfig
 
 Path = tuple[str | int, ...]
-Put = Callable[[Path, Array], Any]
-"""Places one leaf, given its path in the tree, and returns what the tree shall hold."""
+Put = Callable[[Path, Any], Any]
+"""Places one leaf, an array given with its path, and returns what the tree shall hold."""
 
 
 @dataclass(frozen=True)

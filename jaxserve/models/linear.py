@@ -9,6 +9,11 @@ import jax.numpy as jnp
 from jax import lax
 
 
+def exact(dtype: jnp.dtype) -> lax.Precision | None:
+    """Precision of products: float32 means float32 on every backend, not TF32 or bfloat16."""
+    return lax.Precision.HIGHEST if dtype == jnp.float32 else None
+
+
 def linear(x: jax.Array, weight: jax.Array, *, contract: int = 1) -> jax.Array:
     """`out[r, n...] = sum_k x[r, k...] weight[n..., k...]`, accumulated and returned in float32.
 
@@ -30,6 +35,7 @@ def linear(x: jax.Array, weight: jax.Array, *, contract: int = 1) -> jax.Array:
         x.reshape(x.shape[0], inputs),
         weight.reshape(-1, inputs),
         (((1,), (1,)), ((), ())),
+        precision=exact(x.dtype),
         preferred_element_type=jnp.float32,
     )
     return out.reshape(x.shape[0], *features)

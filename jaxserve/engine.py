@@ -24,12 +24,12 @@ from jaxserve.compilations import CompileCounter
 from jaxserve.detokenizer import Detokenizer
 from jaxserve.models.llama import Params
 from jaxserve.outputs import Delta, RequestMetrics, RequestOutput
+from jaxserve.report import StepOutput
 from jaxserve.request import Request, Sample, delta, finish_sample, logprob_entry
 from jaxserve.runner import Runner, Ticket
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.shapes import StepShape
 from jaxserve.stats import EngineStats, StepMeter, Stopwatch
-from jaxserve.step import StepOutput
 from jaxserve.stop_strings import StopStrings
 from jaxserve.tokenizer import Tokenizer
 from scheduler import FinishReason, ScheduledTokens, Scheduler, Sequence, StepPlan

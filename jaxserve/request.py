@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from jaxserve.detokenizer import Detokenizer
 from jaxserve.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput
+from jaxserve.report import StepOutput
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.step import StepOutput
 from jaxserve.stop_strings import StopStrings
 from jaxserve.tokenizer import Tokenizer
 from scheduler import FinishReason, Sequence

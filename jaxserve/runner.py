@@ -23,16 +23,10 @@ from jaxserve import sharding
 from jaxserve.carry import Carry, set_slot
 from jaxserve.executables import ExecutableStore, Program
 from jaxserve.models.llama import Params
+from jaxserve.report import StepOutput, unpack_report
 from jaxserve.shapes import ShapeSet, StepShape
-from jaxserve.step import (
-    TENSOR_AXIS,
-    Cache,
-    StepOutput,
-    StepSpec,
-    build_step,
-    prompt_logprobs,
-    unpack_out,
-)
+from jaxserve.spec import TENSOR_AXIS, Cache, StepSpec
+from jaxserve.step import build_step, prompt_logprobs
 
 Loading = Future[Compiled]
 """An executable that may still be on its way from the disk."""
@@ -119,7 +113,7 @@ class Runner:
 
     def read(self, ticket: Ticket) -> StepOutput:
         """Wait for a step's report: the one device-to-host read of the step path."""
-        return unpack_out(np.asarray(ticket.out), self.spec.num_top)
+        return unpack_report(np.asarray(ticket.out), self.spec.num_top)
 
     def prompt_logprobs(
         self, ticket: Ticket, targets: npt.NDArray[np.int32], shape: StepShape
@@ -132,7 +126,7 @@ class Runner:
 
     def read_prompt_logprobs(self, out: jax.Array) -> StepOutput:
         """Wait for the report of `prompt_logprobs`."""
-        return unpack_out(np.asarray(out), self.spec.num_top)
+        return unpack_report(np.asarray(out), self.spec.num_top)
 
     @property
     def params(self) -> Params:

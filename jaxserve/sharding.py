@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.step import TENSOR_AXIS
+from jaxserve.spec import TENSOR_AXIS
 
 _SPLIT = {
     "qkv": PartitionSpec(TENSOR_AXIS),

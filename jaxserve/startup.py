@@ -36,7 +36,7 @@ from jaxserve.models.config import ModelConfig
 from jaxserve.models.llama import Params
 from jaxserve.runner import Runner
 from jaxserve.shapes import ShapeSet, shape_set
-from jaxserve.step import StepSpec
+from jaxserve.spec import StepSpec
 from jaxserve.tokenizer import Tokenizer
 from pallas_kernels import KVLayout, choose
 from scheduler import BlockPool, Scheduler, SchedulerConfig

@@ -81,7 +81,9 @@ def make_plan(
 
     item = jnp.arange(num_items, dtype=jnp.int32)
     alive = item < ends[-1]
-    seq = jnp.where(alive, jnp.searchsorted(ends, item, side="right").astype(jnp.int32), 0)
+    seq = jnp.where(
+        alive, jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32), 0
+    )
     rank = item - start[seq]
     q0 = rank // chunks[seq] * block_q
     context = kv_lens[seq] - q_lens[seq]

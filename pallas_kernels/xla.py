@@ -64,7 +64,7 @@ def _row_lengths(
 ) -> tuple[jax.Array, jax.Array]:
     """Sequence of each row, and the keys it sees (0 for a row of no active sequence)."""
     row = jnp.arange(num_rows, dtype=jnp.int32)
-    seq = jnp.searchsorted(cu_q_lens[1:], row, side="right").astype(jnp.int32)
+    seq = jnp.searchsorted(cu_q_lens[1:], row, side="right", method="compare_all").astype(jnp.int32)
     inside = seq < kv_lens.shape[0]
     seq = jnp.where(inside, seq, 0)
     length = kv_lens[seq] - (cu_q_lens[seq + 1] - 1 - row)

@@ -1,0 +1,46 @@
+"""Everything static about an engine's steps: what their executables are made from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import jax
+
+from jaxserve.batch import BatchLayout
+from jaxserve.carry import CarrySizes
+from jaxserve.models.config import ModelConfig
+from jaxserve.report import report_width
+from jaxserve.shapes import StepShape
+from pallas_kernels import KVLayout
+
+TENSOR_AXIS = "tensor"
+"""Mesh axis over which the KV heads of each layer are split."""
+
+Cache = tuple[jax.Array, ...]
+"""One array per layer, laid out by `KVLayout`."""
+
+
+@dataclass(frozen=True)
+class StepSpec:
+    """Model, sizes and the choices made at start-up."""
+
+    model: ModelConfig
+    layout: KVLayout
+    sizes: CarrySizes
+    num_top: int
+    """Entries of every report of top log-probabilities."""
+    block_q: int
+    """Query tokens of a work item of the chunk form of attention."""
+    block_kv: int
+    """Keys that the chunk form visits at once."""
+    attention: str
+    """Attention implementation, a name of `pallas_kernels.implementations`."""
+
+    def batch_layout(self, shape: StepShape) -> BatchLayout:
+        """Layout of the packed batch of a shape."""
+        return BatchLayout(shape, self.sizes.num_slots, self.layout.page_size)
+
+    @property
+    def out_width(self) -> int:
+        """Columns of a step's packed report."""
+        return report_width(self.num_top)

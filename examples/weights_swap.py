@@ -16,11 +16,11 @@ from jaxserve import LLM, SamplingParams
 from jaxserve.models.scoring import sequence_log_prob
 
 SENTENCE = "The engine serves what the optimizer has just made: pages, slots and steps stay."
-ROUNDS, STEPS = 4, 40
+ROUNDS, STEPS = 3, 40
 
 
 def main() -> None:
-    """Alternate between training on the sentence and asking the engine to continue it."""
+    """Train a little, serve, and so on."""
     llm = LLM(
         str(Path(__file__).with_name("tiny.json")),
         load_format="dummy",
@@ -41,18 +41,23 @@ def main() -> None:
         return optax.apply_updates(params, updates), state
 
     params, state = llm.params, optimizer.init(llm.params)
-    events = 0
-    for turn in range(ROUNDS + 1):
-        llm.engine.compilations.reset()
-        llm.update_weights(params)
-        nll = llm.score(SENTENCE)[0].mean_nll
-        answer = llm.generate(SENTENCE[:4], SamplingParams(temperature=0, max_tokens=76))
-        events += llm.engine.compilations.count
-        print(f"after {STEPS * turn:3} steps, {nll:.2f} nats per token:")
-        print(f"  {SENTENCE[:4]}{answer[0].outputs[0].text!r}")
+    events = serve(llm, params)
+    for _ in range(ROUNDS):
         for _ in range(STEPS):
             params, state = step(params, state)
+        events += serve(llm, params)
     print(f"compile events while serving: {events}")
+
+
+def serve(llm: LLM, params) -> int:
+    """Show how the engine continues the sentence with these weights; count compile events."""
+    start, count = SENTENCE[:4], len(SENTENCE) - 4
+    llm.engine.compilations.reset()  # what the optimizer compiled does not count
+    llm.update_weights(params)
+    answer = llm.generate(start, SamplingParams(temperature=0, max_tokens=count))[0]
+    nll = llm.score(SENTENCE)[0].mean_nll
+    print(f"{nll:.2f} nats per token: {start + answer.outputs[0].text!r}")
+    return llm.engine.compilations.count
 
 
 if __name__ == "__main__":

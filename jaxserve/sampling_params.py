@@ -150,7 +150,8 @@ _FLAGS = ("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "de
 
 def _number(params: SamplingParams, name: str, low: float, high: float) -> None:
     value: Any = getattr(params, name)
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or (isinstance(value, float) and not math.isfinite(value)):
         raise ValueError(f"{name}={value!r} must be a finite number")
     if not low <= value <= high:
         raise ValueError(f"{name}={value!r} must be in [{low}, {high}]")

@@ -63,9 +63,7 @@ class Oracle:
                 if config.qkv_bias:
                     rows = [r + attn["qkv_bias"][kv, j] for j, r in enumerate(rows)]
                 if config.qk_norm:
-                    rows[:group] = [
-                        _norm(r, attn["q_norm"], config.rms_eps) for r in rows[:group]
-                    ]
+                    rows[:group] = [_norm(r, attn["q_norm"], config.rms_eps) for r in rows[:group]]
                     rows[group] = _norm(rows[group], attn["k_norm"], config.rms_eps)
                 k, v = rotate(rows[group]), rows[group + 1]
                 for g in range(group):

@@ -6,8 +6,9 @@ there in seconds and never in host memory.
 
 from __future__ import annotations
 
+import functools
 import zlib
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,8 @@ def dummy_params(config: ModelConfig, dtype: np.dtype[Any], seed: int, put: Put)
         put: places a leaf, which is an array of the default device.
     """
     import jax
-    import jax.numpy as jnp
 
-    @partial(jax.jit, static_argnums=1)
-    def normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        return (jax.random.normal(key, shape, jnp.float32) * STDDEV).astype(dtype)
-
-    root = jax.random.key(seed)
+    normal, root = _normal(dtype), jax.random.key(seed)
 
     def make(leaf: Leaf) -> Any:
         if leaf.path[-1] in _NORMS:
@@ -44,3 +40,14 @@ def dummy_params(config: ModelConfig, dtype: np.dtype[Any], seed: int, put: Put)
         return put(leaf.path, normal(key, leaf.shape))
 
     return build_tree(config, make)
+
+
+@functools.cache
+def _normal(dtype: np.dtype[Any]) -> Callable[[Any, tuple[int, ...]], Any]:
+    """Compiled once per shape, however many layers have it."""
+    import jax
+
+    def make(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return (jax.random.normal(key, shape, np.float32) * STDDEV).astype(dtype)
+
+    return jax.jit(make, static_argnums=1)

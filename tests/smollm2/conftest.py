@@ -27,6 +27,7 @@ def f32(executables: str) -> LLM:
         max_num_batched_tokens=136,
         prefill_buckets=(128,),
         num_kv_blocks=40,
+        warm_up=False,
         compilation_cache_dir=executables,
     )
 
@@ -39,6 +40,8 @@ def bf16(executables: str) -> LLM:
         max_num_seqs=16,
         max_model_len=1024,
         max_num_batched_tokens=272,
-        prefill_buckets=(64, 256),
+        batch_buckets=(16,),
+        prefill_buckets=(256,),
+        warm_up=False,
         compilation_cache_dir=executables,
     )

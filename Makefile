@@ -6,7 +6,7 @@ PYTHON := $(shell for p in python3.11 python3.12 python3.13 python3; do \
 BIN := .venv/bin
 INSTALLED := .venv/installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-CHECKED := configs docs examples jaxserve pallas_kernels scheduler tests README.md CONTRIBUTING.md
+CHECKED := benchmarks configs docs examples jaxserve pallas_kernels scheduler tests README.md CONTRIBUTING.md
 
 .PHONY: demo test test-long install clean
 .DELETE_ON_ERROR:
@@ -21,7 +21,7 @@ test: $(INSTALLED)
 	$(BIN)/codespell $(wildcard $(CHECKED))
 	$(BIN)/mypy
 	$(BIN)/jaxserve fetch
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test-long: $(INSTALLED)
 	$(BIN)/jaxserve fetch

@@ -146,6 +146,10 @@ class Engine:
         """A request's state so far."""
         return self._known(request_id).output()
 
+    def is_finished(self, request_id: str) -> bool:
+        """All samples of a request have ended, so that it can be taken."""
+        return self._known(request_id).finished
+
     def take(self, request_id: str) -> RequestOutput:
         """The result of a finished request, which the engine then forgets.
 
@@ -217,8 +221,6 @@ class Engine:
             **self.runner.memory(),
         }
 
-    # -- submit -----------------------------------------------------------------------------
-
     def _fresh_id(self, request_id: str | None) -> str:
         if request_id is None:
             return next(i for i in self._fresh_ids if i not in self._requests)
@@ -265,8 +267,6 @@ class Engine:
         if request_id not in self._requests:
             raise ValueError(f"no request {request_id!r}: never submitted, or taken already")
         return self._requests[request_id]
-
-    # -- run --------------------------------------------------------------------------------
 
     def _run(self, plan: StepPlan) -> _Flight:
         for seq in plan.admitted:
@@ -315,8 +315,6 @@ class Engine:
             and sample.index == 0
             and sample.request.params.prompt_logprobs is not None
         )
-
-    # -- update -----------------------------------------------------------------------------
 
     def _update(self, watch: Stopwatch, keep: int) -> list[Delta]:
         deltas: list[Delta] = []

@@ -220,14 +220,14 @@ class LLM:
             left = set(ids)
             while left:
                 ended = {d.request_id for d in self.engine.step() if d.finish_reason is not None}
-                done = {i for i in ended & left if self.engine.output(i).finished}
+                done = {i for i in ended & left if self.engine.is_finished(i)}
                 left -= done
                 bar.update(len(done))
 
     def _stream(self, text: str | None, ids: list[int], params: SamplingParams) -> Iterator[Delta]:
         request_id = self.engine.submit(ids, params, prompt=text)
         try:
-            while not self.engine.output(request_id).finished:
+            while not self.engine.is_finished(request_id):
                 yield from (d for d in self.engine.step() if d.request_id == request_id)
         finally:
             self._abandon([request_id])

@@ -322,7 +322,9 @@ class Engine:
             flight = self._flights.popleft()
             with watch:
                 report = self.runner.read(flight.ticket)
-            deltas += self._record_prompts(flight)
+                prompts = self._read_prompts(flight)
+            if prompts is not None:
+                deltas += self._record_prompts(flight.plan, prompts)
             deltas += self._record(flight.plan, report)
         return deltas
 
@@ -380,13 +382,15 @@ class Engine:
             sample.request.stamp_end(time.monotonic())
         return text
 
-    def _record_prompts(self, flight: _Flight) -> list[Delta]:
-        """Store a step's prompt log-probabilities; end the requests whose are not finite."""
+    def _read_prompts(self, flight: _Flight) -> StepOutput | None:
         if flight.prompt_report is None:
-            return []
-        report = self.runner.read_prompt_logprobs(flight.prompt_report)
+            return None
+        return self.runner.read_prompt_logprobs(flight.prompt_report)
+
+    def _record_prompts(self, plan: StepPlan, report: StepOutput) -> list[Delta]:
+        """Store a step's prompt log-probabilities; end the requests whose are not finite."""
         deltas = []
-        for first, entry in _chunk_rows(flight.plan):
+        for first, entry in _chunk_rows(plan):
             if self._scores_prompt(entry.seq):
                 request = self._samples[entry.seq].request
                 if not self._record_prompt(request, report, first, entry):

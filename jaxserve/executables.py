@@ -62,7 +62,8 @@ class ExecutableStore:
 
         Returns once everything that the directory lacks is compiled; what it has goes on being
         loaded on a few threads, so that a first step need not wait for the shapes of later ones.
-        Nothing compiles after the return.
+        Nothing compiles after the return, unless an intact file turns out not to load: that is
+        logged, and counted like any other compilation.
         """
         found = {program.name: self._read(program) for program in programs}
         futures = {

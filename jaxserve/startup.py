@@ -84,7 +84,7 @@ def build(config: EngineConfig) -> Built:
     sharding.check_divisible(model, config.tensor_parallel_size)
     tokenizer = load_tokenizer(source, config.tokenizer, config.chat_template)
     _check_vocabulary(tokenizer, model, source)
-    params = _place_params(source, model, _DTYPES[config.dtype], mesh, config.seed)
+    params = _place_params(source, model, _DTYPES[config.dtype], mesh)
     engine, config = assemble(config, model, params, tokenizer, mesh)
     log.info("ready in %.1f s: %s on %s", time.perf_counter() - started, source.name, platform)
     return Built(engine, config, model, tokenizer, source)
@@ -164,7 +164,7 @@ def _platform(device: str) -> str:
 
 
 def _place_params(
-    source: ModelSource, model: ModelConfig, dtype: npt.DTypeLike, mesh: Mesh, seed: int
+    source: ModelSource, model: ModelConfig, dtype: npt.DTypeLike, mesh: Mesh
 ) -> Params:
     def put(path: tuple[Any, ...], array: npt.NDArray[Any]) -> jax.Array:
         placed: jax.Array = jax.device_put(array, sharding.of_weight(mesh, path))

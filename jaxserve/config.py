@@ -16,7 +16,16 @@ DTYPES = ("auto", "bfloat16", "float32", "float16")
 LOAD_FORMATS = ("auto", "gguf", "hf", "orbax", "dummy")
 DEVICES = ("auto", "cpu", "gpu", "tpu")
 SCHEDULING_POLICIES = ("fcfs", "priority")
-ATTENTION_BACKENDS = ("auto", "xla")
+KV_CACHE_DTYPES = ("auto", "bfloat16", "int8", "fp8")
+ATTENTION_BACKENDS = (
+    "auto",
+    "xla",
+    "pallas_triton",
+    "pallas_mgpu",
+    "pallas_interpret",
+    "tpu",
+    "reference",
+)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -45,6 +54,11 @@ class EngineConfig:
     tokenizer: str | None = _option(None, "Directory or tokenizer.json; the model's own if absent.")
     chat_template: str | None = _option(None, "File with a Jinja chat template to use instead.")
     dtype: str = _option("auto", "Type of weights and KV; auto is bfloat16 everywhere.", DTYPES)
+    kv_cache_dtype: str = _option(
+        "auto",
+        "Type of the KV pages: the model's (auto), or 8 bits with a scale per token and head.",
+        KV_CACHE_DTYPES,
+    )
     max_model_len: int | None = _option(
         None, "Most tokens of a sequence, prompt and output; the model's context if absent."
     )
@@ -82,7 +96,12 @@ class EngineConfig:
     max_logprobs: int = _option(20, "Largest number of top log-probabilities a request may ask.")
     tensor_parallel_size: int = _option(1, "Devices that share the KV heads of each layer.")
     device: str = _option("auto", "Platform to run on.", DEVICES)
-    attention_backend: str = _option("auto", "Implementation of attention.", ATTENTION_BACKENDS)
+    attention_backend: str = _option(
+        "auto", "Implementation of attention; auto is the best for the device.", ATTENTION_BACKENDS
+    )
+    kernel_table: str | None = _option(
+        None, "Kernel sizes measured by the tuner; the shipped ones of the GPU if absent."
+    )
     seed: int = _option(0, "Seed of the requests that bring none, and of dummy weights.")
     cache_dir: str | None = _option(
         None, "Where fetched and converted models are kept; the user's cache directory if absent."
@@ -92,12 +111,10 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for name in ("load_format", "dtype", "scheduling_policy", "device", "attention_backend"):
-            choices = self.__dataclass_fields__[name].metadata["choices"]
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not one of {', '.join(choices)}"
-                )
+        for option in dataclasses.fields(self):
+            choices, value = option.metadata["choices"], getattr(self, option.name)
+            if choices is not None and value not in choices:
+                raise ValueError(f"{option.name}={value!r} is not one of {', '.join(choices)}")
         for name, least in _LEAST.items():
             value = getattr(self, name)
             if value is not None and (

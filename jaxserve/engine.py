@@ -207,12 +207,16 @@ class Engine:
     def describe(self) -> dict[str, Any]:
         """What was allocated and compiled, as plain data."""
         spec, shapes = self.runner.spec, self.runner.shapes
+        pages, longest = self.scheduler.pool.num_pages - 1, self.scheduler.config.max_model_len
         return {
-            "dtype": str(spec.layout.dtype),
+            "dtype": str(np.dtype(self.runner.params["embed"].dtype)),
+            "kv_cache_dtype": str(spec.layout.cell_dtype),
             "page_size": spec.layout.page_size,
-            "num_pages": self.scheduler.pool.num_pages,
-            "kv_tokens": (self.scheduler.pool.num_pages - 1) * spec.layout.page_size,
-            "max_model_len": self.scheduler.config.max_model_len,
+            "page_bytes": spec.layout.page_bytes * spec.model.num_layers,
+            "num_pages": pages + 1,
+            "kv_tokens": pages * spec.layout.page_size,
+            "max_model_len": longest,
+            "full_length_seqs": pages // -(-(longest - 1) // spec.layout.page_size),
             "max_num_seqs": self.scheduler.config.max_num_seqs,
             "token_budget": self.scheduler.config.token_budget,
             "attention": spec.attention,

@@ -6,6 +6,7 @@ Between the model, which calls it as `Attend`, and the kernels, which know no ba
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,13 +15,23 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxserve.batch import DECODES, Batch
 from jaxserve.shapes import StepShape
 from jaxserve.spec import TENSOR_AXIS, Cache, StepSpec
-from pallas_kernels import Plan, items_bound, kv_write, make_plan, ragged_paged_attention
+from pallas_kernels import (
+    KVPages,
+    Plan,
+    Tuned,
+    items_bound,
+    kv_write,
+    make_plan,
+    ragged_paged_attention,
+    split_items_bound,
+)
 
 
 class PagedAttention:
     """`Attend` over the paged cache: writes the rows' keys and values, then reads all of theirs.
 
-    Lives for one trace; `cache` holds the layers' arrays as they are after the last call.
+    Lives for one trace; `cache` holds the layers' pages as they are after the last call.  Attention
+    is computed in the type of the pages.
     """
 
     def __init__(
@@ -45,20 +56,33 @@ class PagedAttention:
             [jnp.zeros(1, jnp.int32), jnp.cumsum(chunk_lens, dtype=jnp.int32)]
         )
         self._plans = {
-            window: self._plan(window, chunk_lens) for window in set(spec.model.sliding_windows)
+            window: self._plans_of(window, chunk_lens) for window in set(spec.model.sliding_windows)
         }
         self._slots = self._cells(batch, decodes & live)
 
-    def _plan(self, window: int | None, chunk_lens: jax.Array) -> Plan | None:
-        if not self._shape.chunk:
-            return None
-        return make_plan(
-            self._chunk_kv_lens,
-            chunk_lens,
-            num_items=items_bound(self._shape.chunk, self._shape.rows, self._spec.block_q),
-            block_q=self._spec.block_q,
+    def _plans_of(self, window: int | None, chunk_lens: jax.Array) -> tuple[Plan, Plan | None]:
+        """Work lists of decode and of chunk rows for the layers of a window."""
+        shape, decode, prefill = self._shape, self._spec.decode, self._spec.prefill
+        assert decode.chunk_kv is not None
+        longest = self._spec.sizes.max_model_len
+        decode_plan = make_plan(
+            self._decode_lens,
+            jnp.ones_like(self._decode_lens),
+            num_items=split_items_bound(shape.rows, longest, decode.chunk_kv, window),
+            block_q=decode.block_q,
+            chunk_kv=decode.chunk_kv,
             window=window,
         )
+        if not shape.chunk:
+            return decode_plan, None
+        chunk_plan = make_plan(
+            self._chunk_kv_lens,
+            chunk_lens,
+            num_items=items_bound(shape.chunk, shape.rows, prefill.block_q),
+            block_q=prefill.block_q,
+            window=window,
+        )
+        return decode_plan, chunk_plan
 
     def _cells(self, batch: Batch, decodes: jax.Array) -> jax.Array:
         """Cache cell of each model row, -1 for rows that write nothing."""
@@ -80,7 +104,7 @@ class PagedAttention:
             self._decode_lens,
             self._chunk_kv_lens,
             self._chunk_cu,
-            self._plans[window],
+            *self._plans[window],
         )
         run = jax.shard_map(
             partial(self._local, window),
@@ -89,8 +113,10 @@ class PagedAttention:
             out_specs=(heads, pages),
             check_vma=False,
         )
-        out, self.cache[layer] = run(q, k, v, self.cache[layer], shared)
-        return out
+        dtype = self._spec.layout.dtype
+        new = (q.astype(dtype), k.astype(dtype), v.astype(dtype))
+        out, self.cache[layer] = run(*new, self.cache[layer], shared)
+        return out.astype(q.dtype)
 
     def _local(
         self,
@@ -98,32 +124,28 @@ class PagedAttention:
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
-        cache: jax.Array,
-        shared: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, Plan | None],
-    ) -> tuple[jax.Array, jax.Array]:
-        slots, tables, decode_lens, chunk_kv_lens, chunk_cu, plan = shared
+        pages: KVPages,
+        shared: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, Plan, Plan | None],
+    ) -> tuple[jax.Array, KVPages]:
+        slots, tables, decode_lens, chunk_kv_lens, chunk_cu, decode_plan, chunk_plan = shared
         spec, rows = self._spec, self._shape.rows
-        cache = kv_write(k, v, slots, cache, layout=spec.layout, implementation=spec.attention)
+        pages = kv_write(k, v, slots, pages, layout=spec.layout, implementation=spec.attention)
         attend = partial(
             ragged_paged_attention,
             layout=spec.layout,
             sm_scale=spec.model.head_dim**-0.5,
-            block_kv=spec.block_kv,
             window=window,
             implementation=spec.attention,
         )
+
+        def form(tuned: Tuned) -> dict[str, Any]:
+            return {"block_q": tuned.block_q, "block_kv": tuned.block_kv, "launch": tuned.launch}
+
         each = jnp.arange(rows + 1, dtype=jnp.int32)
-        out = attend(q[:rows], cache, tables, decode_lens, each, None, split=True, block_q=1)
-        if self._shape.chunk:
-            chunk = attend(
-                q[rows:],
-                cache,
-                tables,
-                chunk_kv_lens,
-                chunk_cu,
-                plan,
-                split=False,
-                block_q=spec.block_q,
-            )
-            out = jnp.concatenate([out, chunk])
-        return out, cache
+        decode = (pages, tables, decode_lens, each, decode_plan)
+        out = attend(q[:rows], *decode, split=True, **form(spec.decode))
+        if chunk_plan is not None:
+            chunk = (pages, tables, chunk_kv_lens, chunk_cu, chunk_plan)
+            rest = attend(q[rows:], *chunk, split=False, **form(spec.prefill))
+            out = jnp.concatenate([out, rest])
+        return out, pages

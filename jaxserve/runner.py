@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 from jax.stages import Compiled, Lowered
 
 from jaxserve import sharding
@@ -27,6 +27,7 @@ from jaxserve.report import StepOutput, unpack_report
 from jaxserve.shapes import ShapeSet, StepShape
 from jaxserve.spec import TENSOR_AXIS, Cache, StepSpec
 from jaxserve.step import build_step, prompt_logprobs
+from pallas_kernels import KVPages
 
 Loading = Future[Compiled]
 """An executable that may still be on its way from the disk."""
@@ -67,13 +68,15 @@ class Runner:
         self.shapes = shapes
         self.mesh = mesh
         self._everywhere = sharding.replicated(mesh)
-        self._paged = NamedSharding(mesh, spec.layout.partition_spec(TENSOR_AXIS))
+        self._paged = sharding.placed(mesh, spec.layout.partition_spec(TENSOR_AXIS))
+        self._num_pages = num_pages
         self._params = params
-        self._cache_shape = spec.layout.shape(num_pages)
         self._store = store
         self._steps, self._prompt_logprobs, self._set_slot = self._start()
         self._cache: Cache = tuple(
-            jnp.zeros(self._cache_shape, spec.layout.storage_dtype, device=self._paged)
+            jax.tree.map(
+                lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self._abstract_pages()
+            )
             for _ in range(spec.model.num_layers)
         )
         self._carry: Carry = jax.tree.map(
@@ -157,7 +160,7 @@ class Runner:
     def memory(self) -> dict[str, int]:
         """Bytes on the devices by part."""
         spec = self.spec
-        pages = self._cache_shape[0]
+        pages = self._num_pages
         return {
             "weights_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self._params)),
             "kv_cache_bytes": spec.layout.page_bytes * pages * spec.model.num_layers,
@@ -187,10 +190,7 @@ class Runner:
     def _step_program(self, shape: StepShape) -> Program:
         spec = self.spec
         packed = self._abstract((spec.batch_layout(shape).packed_size,), jnp.int32)
-        cache = tuple(
-            jax.ShapeDtypeStruct(self._cache_shape, spec.layout.storage_dtype, sharding=self._paged)
-            for _ in range(spec.model.num_layers)
-        )
+        cache = (self._abstract_pages(),) * spec.model.num_layers
         arguments = (_abstract_of(self._params), cache, self._abstract_carry(), packed)
         return self._program(
             f"step-{shape}",
@@ -247,6 +247,15 @@ class Runner:
 
     def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=self._everywhere)
+
+    def _abstract_pages(self) -> KVPages:
+        like = self.spec.layout.abstract(self._num_pages)
+        pages: KVPages = jax.tree.map(
+            lambda x, placed: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed),
+            like,
+            self._paged,
+        )
+        return pages
 
     def _abstract_carry(self) -> Carry:
         like = self.spec.sizes.abstract()

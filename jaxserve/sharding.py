@@ -57,6 +57,15 @@ def replicated(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
+def placed(mesh: Mesh, specs: Any) -> Any:
+    """The tree of shardings that a tree of partition specs asks for."""
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, spec),
+        specs,
+        is_leaf=lambda x: isinstance(x, PartitionSpec),
+    )
+
+
 def of_weight(mesh: Mesh, path: tuple[Any, ...]) -> NamedSharding:
     """Sharding of the weight at `path` of the canonical tree."""
     return NamedSharding(mesh, _SPLIT.get(path[-1], PartitionSpec()))

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import jax
-
 from jaxserve.batch import BatchLayout
 from jaxserve.carry import CarrySizes
 from jaxserve.models.config import ModelConfig
 from jaxserve.report import report_width
 from jaxserve.shapes import StepShape
-from pallas_kernels import KVLayout
+from pallas_kernels import KVLayout, KVPages, Tuned
 
 TENSOR_AXIS = "tensor"
 """Mesh axis over which the KV heads of each layer are split."""
 
-Cache = tuple[jax.Array, ...]
-"""One array per layer, laid out by `KVLayout`."""
+Cache = tuple[KVPages, ...]
+"""The pages of each layer, laid out by `KVLayout`."""
 
 
 @dataclass(frozen=True)
@@ -29,10 +27,10 @@ class StepSpec:
     sizes: CarrySizes
     num_top: int
     """Entries of every report of top log-probabilities."""
-    block_q: int
-    """Query tokens of a work item of the chunk form of attention."""
-    block_kv: int
-    """Keys that the chunk form visits at once."""
+    decode: Tuned
+    """Sizes of the attention of decode rows."""
+    prefill: Tuned
+    """Sizes of the attention of chunk rows."""
     attention: str
     """Attention implementation, a name of `pallas_kernels.implementations`."""
 

@@ -5,9 +5,7 @@ Everything that is allocated or compiled is decided here, once, before the first
 
 from __future__ import annotations
 
-import dataclasses
 import logging
-import os
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +22,7 @@ from jaxserve.carry import CarrySizes
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.executables import ExecutableStore
+from jaxserve.kv_cache import attention_sizes, choose_attention, sized
 from jaxserve.loading import (
     ModelSource,
     cache_directory,
@@ -38,7 +37,6 @@ from jaxserve.runner import Runner
 from jaxserve.shapes import ShapeSet, shape_set
 from jaxserve.spec import StepSpec
 from jaxserve.tokenizer import Tokenizer
-from pallas_kernels import KVLayout, choose
 from scheduler import BlockPool, Scheduler, SchedulerConfig
 
 log = logging.getLogger(__name__)
@@ -49,13 +47,6 @@ _DTYPES = {
     "float16": np.dtype(np.float16),
     "float32": np.dtype(np.float32),
 }
-_PAGE_SIZE = {"cpu": 64, "gpu": 16, "tpu": 16}
-_CPU_CACHE_BYTES = 1 << 30
-"""KV cache of a CPU engine that names no number of pages: enough for tens of chats, and small
-beside any laptop's memory."""
-_BLOCK_Q = {"cpu": 64}
-"""Query tokens per work item of the XLA chunk form: few large ones where launches cost most."""
-_BLOCK_KV = 256
 
 
 @dataclass(frozen=True)
@@ -94,27 +85,28 @@ def assemble(
     config: EngineConfig, model: ModelConfig, params: Params, tokenizer: Tokenizer, mesh: Mesh
 ) -> tuple[Engine, EngineConfig]:
     """An engine over weights that are on the device already, and the completed configuration."""
-    platform = mesh.devices.flat[0].platform
+    device = mesh.devices.flat[0]
     dtype = np.dtype(params["embed"].dtype)
-    page_size = config.block_size or _PAGE_SIZE.get(platform, 16)
-    layout = KVLayout(dtype, model.num_kv_heads, model.head_dim, page_size, platform)
-    config = _sized(config, model, layout, params, mesh)
+    implementation, layout = choose_attention(config, model, dtype, device)
+    config = sized(config, model, implementation, layout, params, mesh)
     assert config.max_model_len is not None
     assert config.num_kv_blocks is not None
-    shapes = shape_set(config, platform)
+    assert config.block_size is not None
+    shapes = shape_set(config, device.platform)
+    tuned = attention_sizes(config, model, implementation, layout, device)
     spec = StepSpec(
         model=model,
         layout=layout,
         sizes=CarrySizes(
             num_slots=config.max_num_seqs,
             vocab_size=model.vocab_size,
-            pages_per_seq=-(-config.max_model_len // page_size),
+            pages_per_seq=-(-config.max_model_len // layout.page_size),
             max_model_len=config.max_model_len,
         ),
         num_top=min(config.max_logprobs, model.vocab_size),
-        block_q=_BLOCK_Q.get(platform, 128),
-        block_kv=page_size * max(1, _BLOCK_KV // page_size),
-        attention=choose(config.attention_backend, platform).name,
+        decode=tuned.decode,
+        prefill=tuned.prefill,
+        attention=implementation.name,
     )
     directory = Path(
         config.compilation_cache_dir or cache_directory(config.cache_dir) / "executables"
@@ -126,19 +118,20 @@ def assemble(
     end_ids = frozenset(model.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
     engine = Engine(
         runner,
-        _scheduler(config, shapes, page_size),
+        _scheduler(config, shapes),
         tokenizer,
         end_ids=end_ids,
         seed=config.seed,
         asynchronous=config.async_scheduling,
     )
-    log.info("attention: %s; shapes: %s", spec.attention, ", ".join(map(str, shapes.all())))
+    log.info("shapes: %s", ", ".join(map(str, shapes.all())))
     return engine, config
 
 
-def _scheduler(config: EngineConfig, shapes: ShapeSet, page_size: int) -> Scheduler:
+def _scheduler(config: EngineConfig, shapes: ShapeSet) -> Scheduler:
     assert config.max_model_len is not None
     assert config.num_kv_blocks is not None
+    assert config.block_size is not None
     limits = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         token_budget=config.max_num_batched_tokens,
@@ -148,7 +141,7 @@ def _scheduler(config: EngineConfig, shapes: ShapeSet, page_size: int) -> Schedu
         enable_chunked_prefill=config.enable_chunked_prefill,
         enable_prefix_caching=config.enable_prefix_caching,
     )
-    return Scheduler(limits, BlockPool(config.num_kv_blocks, page_size))
+    return Scheduler(limits, BlockPool(config.num_kv_blocks, config.block_size))
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, source: ModelSource) -> None:
@@ -171,53 +164,3 @@ def _place_params(
         return placed
 
     return load_params(source, model, np.dtype(dtype), put)
-
-
-def _sized(
-    config: EngineConfig, model: ModelConfig, layout: KVLayout, params: Params, mesh: Mesh
-) -> EngineConfig:
-    """Fill in context length and number of pages.
-
-    A context that the cache cannot hold is lowered to what it can, with a warning.
-    """
-    longest = config.max_model_len or model.max_position
-    if config.max_model_len is not None and longest > model.max_position:
-        raise ValueError(
-            f"max_model_len={longest} is beyond the model's context of {model.max_position} tokens"
-        )
-    page_bytes = layout.page_bytes * model.num_layers
-    pages = config.num_kv_blocks
-    if pages is None:
-        wanted = config.max_num_seqs * -(-longest // layout.page_size)
-        pages = 1 + max(1, min(wanted, _cache_bytes(config, params, mesh) // page_bytes))
-    held = (pages - 1) * layout.page_size + 1  # the last token of a sequence needs no cell
-    if held < longest:
-        log.warning(
-            "max_model_len lowered from %d to %d: the KV cache has %d pages of %d tokens; raise "
-            "--num-kv-blocks or --memory-utilization for longer sequences",
-            longest,
-            held,
-            pages - 1,
-            layout.page_size,
-        )
-        longest = held
-    return dataclasses.replace(
-        config, max_model_len=longest, num_kv_blocks=pages, block_size=layout.page_size
-    )
-
-
-def _cache_bytes(config: EngineConfig, params: Params, mesh: Mesh) -> int:
-    """Bytes for the KV cache over all devices."""
-    devices = list(mesh.devices.flat)
-    if devices[0].platform == "cpu":
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        return min(_CPU_CACHE_BYTES, memory // 4)
-    limit = min((d.memory_stats() or {}).get("bytes_limit", 0) for d in devices)
-    share = limit * config.memory_utilization
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / len(devices)
-    if share <= weights:
-        raise ValueError(
-            f"memory_utilization={config.memory_utilization} of {limit} bytes leaves no room for "
-            f"a KV cache beside {int(weights)} bytes of weights; raise it or use more devices"
-        )
-    return int((share - weights) * 0.9) * len(devices)  # a tenth for the steps' own buffers

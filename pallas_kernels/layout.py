@@ -6,7 +6,9 @@ belongs to whom: that is the scheduler's business.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,17 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from pallas_kernels.quantize import quantize
+
 NULL_PAGE = 0
 """Page that no sequence owns: the target of padding in block tables."""
+
+
+class KVPages(NamedTuple):
+    """The paged cache of one layer, as a `KVLayout` lays it out."""
+
+    cells: Any  # jax.Array, or anything that stands for one: a shape, a sharding
+    scales: Any = None  # f32, of quantised cells only
 
 
 @dataclass(frozen=True)
@@ -23,11 +34,12 @@ class KVLayout:
     """Layout of the paged KV cache of one layer: `[pages, 2, kv_heads, page_size, head_dim]`.
 
     Keys are row 0 and values row 1 of the second axis.  A page of a layer is then one contiguous
-    block, and one head's part of a page one contiguous `[page_size, head_dim]` tile.
+    block, and one head's part of a page one contiguous `[page_size, head_dim]` tile.  Quantised
+    cells have one float32 scale per token and head beside them, `[pages, 2, kv_heads, page_size]`.
 
-    On a CPU, 16-bit floats are stored as `uint16` and bitcast on the way in and out: XLA's CPU
-    backend widens a bfloat16 scatter to float32 and back, rewriting the whole buffer on every
-    step, while an integer scatter is done in place.
+    On a CPU, floats narrower than 32 bits are stored as unsigned integers and bitcast on the way
+    in and out: XLA's CPU backend widens a bfloat16 scatter to float32 and back, rewriting the
+    whole buffer on every step, while an integer scatter is done in place.
     """
 
     dtype: np.dtype
@@ -40,43 +52,58 @@ class KVLayout:
     """Token positions per page."""
     platform: str
     """"cpu", "gpu" or "tpu"."""
+    quantized: np.dtype | None = None
+    """Type of quantised cells, int8 or float8_e4m3fn; `None` for cells of type `dtype`."""
+
+    @property
+    def cell_dtype(self) -> np.dtype:
+        """Type of a cell's elements."""
+        return self.dtype if self.quantized is None else self.quantized
 
     @property
     def storage_dtype(self) -> np.dtype:
-        """Type of the array on the device."""
-        as_integer = self.platform == "cpu" and self.dtype.itemsize == 2
-        return np.dtype(np.uint16) if as_integer else self.dtype
+        """Type of the array on the device: `cell_dtype` or unsigned integers of its width."""
+        cell = self.cell_dtype
+        narrow_float = cell.itemsize < 4 and cell != np.dtype(np.int8)
+        as_integer = self.platform == "cpu" and narrow_float
+        return np.dtype(f"u{cell.itemsize}") if as_integer else cell
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of one page of one layer, keys and values."""
-        cells = 2 * self.num_kv_heads * self.page_size
-        return cells * self.head_dim * self.storage_dtype.itemsize
+        """Bytes of one page of one layer: keys, values and their scales."""
+        leaves = jax.tree.leaves(self.abstract(1))
+        return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in leaves)
 
-    def shape(self, num_pages: int) -> tuple[int, ...]:
-        """Shape of one layer's cache."""
-        return (num_pages, 2, self.num_kv_heads, self.page_size, self.head_dim)
+    def abstract(self, num_pages: int) -> KVPages:
+        """Shapes and types of one layer's cache."""
+        shape = (num_pages, 2, self.num_kv_heads, self.page_size, self.head_dim)
+        scales = None
+        if self.quantized is not None:
+            scales = jax.ShapeDtypeStruct(shape[:-1], jnp.float32)
+        return KVPages(jax.ShapeDtypeStruct(shape, self.storage_dtype), scales)
 
-    def partition_spec(self, kv_heads_axis: str | None) -> PartitionSpec:
+    def partition_spec(self, kv_heads_axis: str | None) -> KVPages:
         """How the cache is split over a mesh whose axis `kv_heads_axis` divides the KV heads."""
-        return PartitionSpec(None, None, kv_heads_axis, None, None)
+        scales = None if self.quantized is None else PartitionSpec(None, None, kv_heads_axis, None)
+        return KVPages(PartitionSpec(None, None, kv_heads_axis, None, None), scales)
 
-    def local_kv_heads(self, cache: jax.Array) -> int:
-        """KV heads in `cache`: all of them, or a shard's share."""
-        return int(cache.shape[2])
+    def local_kv_heads(self, pages: KVPages) -> int:
+        """KV heads in `pages`: all of them, or a shard's share."""
+        return int(pages.cells.shape[2])
 
-    def num_pages(self, cache: jax.Array) -> int:
-        """Pages in `cache`, the null page included."""
-        return int(cache.shape[0])
+    def num_pages(self, pages: KVPages) -> int:
+        """Pages in `pages`, the null page included."""
+        return int(pages.cells.shape[0])
 
     def load(
         self,
-        cache: jax.Array,
-        pages: jax.Array,  # i32[...]
+        pages: KVPages,
+        numbers: jax.Array,  # i32[...]
     ) -> tuple[jax.Array, jax.Array]:  # 2 x [..., kv_heads, page_size, head_dim]
         """Keys and values of whole pages, in the model's type."""
-        cells = self._decode(cache.at[pages].get(mode="clip"))
-        axis = pages.ndim
+        taken = jax.tree.map(lambda x: x.at[numbers].get(mode="clip"), pages)
+        cells = self._decode(taken).astype(self.dtype)
+        axis = numbers.ndim
         return (
             lax.index_in_dim(cells, 0, axis, keepdims=False),
             lax.index_in_dim(cells, 1, axis, keepdims=False),
@@ -84,48 +111,71 @@ class KVLayout:
 
     def load_one(
         self,
-        cache: jax.Array,
-        page: jax.Array,  # i32[]
+        pages: KVPages,
+        number: jax.Array,  # i32[]
     ) -> tuple[jax.Array, jax.Array]:  # 2 x [kv_heads, page_size, head_dim]
-        """Keys and values of one page, as a slice: no gather, and it fuses into its reader."""
-        cells = self._decode(lax.dynamic_index_in_dim(cache, page, keepdims=False))
+        """Keys and values of one page, as a slice: no gather, and it fuses into its reader.
+
+        In the model's type, or in float32 if they are quantised.
+        """
+        cells = self._decode(
+            jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), pages)
+        )
         return cells[0], cells[1]
 
     def store(
         self,
-        cache: jax.Array,
+        pages: KVPages,
         k: jax.Array,  # [tokens, kv_heads, head_dim]
         v: jax.Array,  # [tokens, kv_heads, head_dim]
         slots: jax.Array,  # i32[tokens], page * page_size + offset, negative for none
-    ) -> jax.Array:
+    ) -> KVPages:
         """Write one cell per token; negative slots write nothing.
 
         A negative index must not reach the scatter: JAX wraps -1 to the last element, which is
         a live page.  Those rows point one past the end instead, where `mode="drop"` drops them.
         """
         none = slots < 0
-        page = jnp.where(none, cache.shape[0], slots // self.page_size)
+        page = jnp.where(none, self.num_pages(pages), slots // self.page_size)
         offset = jnp.where(none, 0, slots % self.page_size)
-        cells = self._encode(jnp.stack([k, v], axis=1))
-        return cache.at[page, :, :, offset].set(cells, mode="drop")
+        new = self._encode(jnp.stack([k, v], axis=1))
+        return jax.tree.map(
+            lambda old, x: old.at[page, :, :, offset].set(x, mode="drop"), pages, new
+        )
 
     def copy_pages(
         self,
-        cache: jax.Array,
+        pages: KVPages,
         source: jax.Array,  # i32[n]
         target: jax.Array,  # i32[n], negative for none
-    ) -> jax.Array:
+    ) -> KVPages:
         """Copy whole pages; pairs with a negative target are skipped."""
-        to = jnp.where(target < 0, cache.shape[0], target)
-        return cache.at[to].set(cache.at[source].get(mode="clip"), mode="drop")
+        to = jnp.where(target < 0, self.num_pages(pages), target)
+        return jax.tree.map(
+            lambda x: x.at[to].set(x.at[source].get(mode="clip"), mode="drop"), pages
+        )
 
-    def _encode(self, cells: jax.Array) -> jax.Array:
-        cells = cells.astype(self.dtype)
-        if self.storage_dtype == self.dtype:
+    def as_stored(self, cells: jax.Array) -> jax.Array:
+        """Cells of `cell_dtype` as the array on the device holds them."""
+        if self.storage_dtype == self.cell_dtype:
             return cells
         return lax.bitcast_convert_type(cells, self.storage_dtype)
 
-    def _decode(self, cells: jax.Array) -> jax.Array:
-        if self.storage_dtype == self.dtype:
+    def as_cells(self, stored: jax.Array) -> jax.Array:
+        """The inverse of `as_stored`."""
+        if self.storage_dtype == self.cell_dtype:
+            return stored
+        return lax.bitcast_convert_type(stored, self.cell_dtype)
+
+    def _encode(self, x: jax.Array) -> KVPages:
+        if self.quantized is None:
+            return KVPages(self.as_stored(x.astype(self.dtype)))
+        cells, scales = quantize(x, self.quantized)
+        return KVPages(self.as_stored(cells), scales)
+
+    def _decode(self, pages: KVPages) -> jax.Array:
+        """Cells as numbers: in the model's type, or float32 if quantised."""
+        cells = self.as_cells(pages.cells)
+        if self.quantized is None:
             return cells
-        return lax.bitcast_convert_type(cells, self.dtype)
+        return cells.astype(jnp.float32) * pages.scales[..., None]

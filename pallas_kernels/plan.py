@@ -34,6 +34,18 @@ def items_bound(num_rows: int, num_seqs: int, block_q: int) -> int:
     return num_rows // block_q + min(num_seqs, num_rows)
 
 
+def split_items_bound(num_seqs: int, max_len: int, chunk_kv: int, window: int | None) -> int:
+    """Most items that one block of query rows of each sequence can need, split by `chunk_kv`.
+
+    Prefix pages are shared, so that the keys of all sequences together may be more than the
+    cache has cells: only the longest sequence bounds them.
+    """
+    chunks = -(-max_len // chunk_kv)
+    if window is not None:
+        chunks = min(chunks, -(-window // chunk_kv) + 1)
+    return num_seqs * chunks
+
+
 def make_plan(
     kv_lens: jax.Array,  # i32[seqs]
     q_lens: jax.Array,  # i32[seqs]

@@ -20,6 +20,7 @@ def attention(
     sm_scale: float,
     window: int | None = None,
     soft_cap: float | None = None,
+    sinks: Array | None = None,  # [q_heads]
 ) -> Array:
     """`ragged_paged_attention`, literally; rows of no active sequence are zero."""
     out = np.zeros(q.shape, np.float64)
@@ -39,8 +40,10 @@ def attention(
                 logits = sm_scale * (k @ q[row, head].astype(np.float64))
                 if soft_cap is not None:
                     logits = soft_cap * np.tanh(logits / soft_cap)
-                weights = np.exp(logits - logits.max())
-                out[row, head] = weights @ v / weights.sum()
+                sink = -np.inf if sinks is None else float(sinks[head])
+                largest = max(logits.max(), sink)
+                weights = np.exp(logits - largest)
+                out[row, head] = weights @ v / (weights.sum() + np.exp(sink - largest))
     return out
 
 

@@ -8,13 +8,16 @@ longest live row.  Prefill chunks walk the plan's items, a block of query rows a
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.layout import NULL_PAGE, KVLayout
+from pallas_kernels.layout import NULL_PAGE, KVLayout, KVPages
 from pallas_kernels.plan import Plan
 from pallas_kernels.registry import AttentionOptions
+from pallas_kernels.rows import row_positions
 
 MASK = -0.7 * float(jnp.finfo(jnp.float32).max)
 """Logit of a masked key: finite, so that a row without keys has weight 0 and not NaN."""
@@ -22,23 +25,25 @@ MASK = -0.7 * float(jnp.finfo(jnp.float32).max)
 
 def attention(
     q: jax.Array,
-    cache: jax.Array,
+    pages: KVPages,
     block_tables: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
-    plan: Plan | None,
+    plan: Plan,
+    sinks: jax.Array | None,
     options: AttentionOptions,
 ) -> jax.Array:
     """`ragged_paged_attention` in plain XLA."""
-    kv_heads = options.layout.local_kv_heads(cache)
+    kv_heads = options.layout.local_kv_heads(pages)
     grouped = q.reshape(q.shape[0], kv_heads, -1, q.shape[-1])
+    finish = _finish(sinks, kv_heads)
     if not options.split:
-        assert plan is not None
-        out = _chunk_rows(grouped, cache, block_tables, kv_lens, cu_q_lens, plan, options)
+        call = (kv_lens, cu_q_lens, plan)
+        out = _chunk_rows(grouped, pages, block_tables, *call, options, finish)
     else:
-        rows = _row_lengths(q.shape[0], kv_lens, cu_q_lens)
+        rows = row_positions(q.shape[0], kv_lens, cu_q_lens)
         decode = _rows_one_by_one if options.layout.platform == "cpu" else _rows_together
-        out = decode(grouped, cache, block_tables, *rows, options)
+        out = decode(grouped, pages, block_tables, *rows, options, finish)
     return out.reshape(q.shape).astype(q.dtype)
 
 
@@ -46,58 +51,60 @@ def write(
     k: jax.Array,
     v: jax.Array,
     slots: jax.Array,
-    cache: jax.Array,
+    pages: KVPages,
     layout: KVLayout,
     cos: jax.Array | None,
     sin: jax.Array | None,
-) -> jax.Array:
+) -> KVPages:
     """`kv_write` in plain XLA."""
     if cos is not None and sin is not None:
         first, second = jnp.split(k.astype(jnp.float32), 2, axis=-1)
         c, s = cos[:, None], sin[:, None]
         k = jnp.concatenate([first * c - second * s, second * c + first * s], -1).astype(k.dtype)
-    return layout.store(cache, k, v, slots)
+    return layout.store(pages, k, v, slots)
 
 
-def _row_lengths(
-    num_rows: int, kv_lens: jax.Array, cu_q_lens: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Sequence of each row, and the keys it sees (0 for a row of no active sequence)."""
-    row = jnp.arange(num_rows, dtype=jnp.int32)
-    seq = jnp.searchsorted(cu_q_lens[1:], row, side="right", method="compare_all").astype(jnp.int32)
-    inside = seq < kv_lens.shape[0]
-    seq = jnp.where(inside, seq, 0)
-    length = kv_lens[seq] - (cu_q_lens[seq + 1] - 1 - row)
-    return seq, jnp.where(inside & (kv_lens[seq] > 0), jnp.maximum(length, 0), 0)
+State = tuple[jax.Array, jax.Array, jax.Array]
+"""Running softmax over key blocks: weighted sum, largest logit, sum of weights."""
+Finish = Callable[[State], jax.Array]
+"""From the state after all keys, `[heads..., rows, head_dim]`, to the attention."""
 
 
-class _Softmax:
-    """Running softmax over key blocks: weighted sum, largest logit and sum of weights."""
+def _start(shape: tuple[int, ...], head_dim: int) -> State:
+    return (
+        jnp.zeros((*shape, head_dim), jnp.float32),
+        jnp.full((*shape, 1), MASK, jnp.float32),
+        jnp.zeros((*shape, 1), jnp.float32),
+    )
 
-    @staticmethod
-    def start(shape: tuple[int, ...], head_dim: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-        return (
-            jnp.zeros((*shape, head_dim), jnp.float32),
-            jnp.full((*shape, 1), MASK, jnp.float32),
-            jnp.zeros((*shape, 1), jnp.float32),
-        )
 
-    @staticmethod
-    def rescale(
-        state: tuple[jax.Array, jax.Array, jax.Array], logits: jax.Array, keep: jax.Array
-    ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-        """Old sum rescaled to the new maximum, the new maximum and weight sum, new weights."""
+def _rescale(
+    state: State, logits: jax.Array, keep: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Old sum rescaled to the new maximum, the new maximum and weight sum, new weights."""
+    total, largest, weight = state
+    logits = jnp.where(keep, logits, MASK)
+    new = jnp.maximum(largest, logits.max(-1, keepdims=True))
+    p = jnp.where(keep, jnp.exp(logits - new), 0.0)
+    shrink = jnp.exp(largest - new)
+    return total * shrink, new, weight * shrink + p.sum(-1, keepdims=True), p
+
+
+def _finish(sinks: jax.Array | None, kv_heads: int) -> Finish:
+    """Normalisation of the last state; a sink joins here, once, as one more weight."""
+
+    def finish(state: State) -> jax.Array:
         total, largest, weight = state
-        logits = jnp.where(keep, logits, MASK)
-        new = jnp.maximum(largest, logits.max(-1, keepdims=True))
-        p = jnp.where(keep, jnp.exp(logits - new), 0.0)
-        shrink = jnp.exp(largest - new)
-        return total * shrink, new, weight * shrink + p.sum(-1, keepdims=True), p
-
-    @staticmethod
-    def result(state: tuple[jax.Array, jax.Array, jax.Array]) -> jax.Array:
-        total, _, weight = state
+        if sinks is not None:
+            rows = total.shape[-2]  # query heads, or query rows of `rows // group` tokens
+            each = jnp.tile(sinks.reshape(kv_heads, -1), rows * kv_heads // sinks.size)[..., None]
+            new = jnp.maximum(largest, each)
+            shrink = jnp.exp(largest - new)
+            total, weight = total * shrink, weight * shrink
+            weight = weight + jnp.exp(each - new)
         return total / jnp.where(weight > 0, weight, 1.0)
+
+    return finish
 
 
 def _product(axes: str, a: jax.Array, b: jax.Array) -> jax.Array:
@@ -112,11 +119,12 @@ def _capped(logits: jax.Array, soft_cap: float | None) -> jax.Array:
 
 def _rows_one_by_one(
     q: jax.Array,  # [rows, kv_heads, group, head_dim]
-    cache: jax.Array,
+    pages: KVPages,
     block_tables: jax.Array,
     seq: jax.Array,
     lengths: jax.Array,
     options: AttentionOptions,
+    finish: Finish,
 ) -> jax.Array:
     layout = options.layout
     page_size = layout.page_size
@@ -127,73 +135,70 @@ def _rows_one_by_one(
         query = query.astype(jnp.float32) * options.sm_scale
         oldest = 0 if options.window is None else jnp.maximum(length - options.window, 0)
 
-        def page(
-            i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
-        ) -> tuple[jax.Array, jax.Array, jax.Array]:
-            k, v = layout.load_one(cache, table[i])
+        def page(i: jax.Array, state: State) -> State:
+            k, v = layout.load_one(pages, table[i])
             position = i * page_size + cells
             keep = (position < length) & (position >= oldest)
             logits = jnp.einsum("hgd,htd->hgt", query, k.astype(jnp.float32))
-            total, largest, weight, p = _Softmax.rescale(
+            total, largest, weight, p = _rescale(
                 state, _capped(logits, options.soft_cap), keep[None, None, :]
             )
             # Values of masked cells are zeroed, not only weighted zero: 0 * NaN is NaN.
             v = jnp.where(keep[None, :, None], v.astype(jnp.float32), 0.0)
             return total + jnp.einsum("hgt,htd->hgd", p, v), largest, weight
 
-        start = _Softmax.start(query.shape[:-1], query.shape[-1])
+        start = _start(query.shape[:-1], query.shape[-1])
         last = (length + page_size - 1) // page_size
-        return _Softmax.result(lax.fori_loop(oldest // page_size, last, page, start))
+        return finish(lax.fori_loop(oldest // page_size, last, page, start))
 
     return lax.map(row, (q, block_tables[seq], lengths))
 
 
 def _rows_together(
     q: jax.Array,  # [rows, kv_heads, group, head_dim]
-    cache: jax.Array,
+    pages: KVPages,
     block_tables: jax.Array,
     seq: jax.Array,
     lengths: jax.Array,
     options: AttentionOptions,
+    finish: Finish,
 ) -> jax.Array:
     layout = options.layout
-    pages_per_block = options.block_kv // layout.page_size
+    block_kv = _whole_pages(options)
+    pages_per_block = block_kv // layout.page_size
     tables = _padded_tables(block_tables, pages_per_block)[seq]
-    cells = jnp.arange(options.block_kv, dtype=jnp.int32)
+    cells = jnp.arange(block_kv, dtype=jnp.int32)
 
-    def block(
-        i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        pages = lax.dynamic_slice_in_dim(tables, i * pages_per_block, pages_per_block, 1)
-        k, v = (_joined(x) for x in layout.load(cache, pages))  # [rows, kv_heads, keys, head_dim]
-        position = i * options.block_kv + cells
+    def block(i: jax.Array, state: State) -> State:
+        numbers = lax.dynamic_slice_in_dim(tables, i * pages_per_block, pages_per_block, 1)
+        k, v = (_joined(x) for x in layout.load(pages, numbers))  # [rows, kv_heads, keys, head_dim]
+        position = i * block_kv + cells
         keep = position < lengths[:, None]
         if options.window is not None:
             keep &= position >= lengths[:, None] - options.window
         logits = _product("rhgd,rhtd->rhgt", q, k)
-        total, largest, weight, p = _Softmax.rescale(
+        total, largest, weight, p = _rescale(
             state, _capped(logits * options.sm_scale, options.soft_cap), keep[:, None, None, :]
         )
         v = jnp.where(keep[:, None, :, None], v, 0)
         out = _product("rhgt,rhtd->rhgd", p.astype(v.dtype), v)
         return total + out, largest, weight
 
-    blocks = (lengths.max() + options.block_kv - 1) // options.block_kv
-    return _Softmax.result(
-        lax.fori_loop(0, blocks, block, _Softmax.start(q.shape[:-1], q.shape[-1]))
-    )
+    blocks = (lengths.max() + block_kv - 1) // block_kv
+    return finish(lax.fori_loop(0, blocks, block, _start(q.shape[:-1], q.shape[-1])))
 
 
 def _chunk_rows(
     q: jax.Array,  # [rows, kv_heads, group, head_dim]
-    cache: jax.Array,
+    pages: KVPages,
     block_tables: jax.Array,
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
     plan: Plan,
     options: AttentionOptions,
+    finish: Finish,
 ) -> jax.Array:
-    layout, block_q, block_kv = options.layout, options.block_q, options.block_kv
+    layout, block_q, block_kv = options.layout, options.block_q, _whole_pages(options)
     num_rows, kv_heads, group, head_dim = q.shape
     pages_per_block = block_kv // layout.page_size
     tables = _padded_tables(block_tables, pages_per_block)
@@ -211,18 +216,16 @@ def _chunk_rows(
         queries = queries.transpose(1, 0, 2, 3).reshape(kv_heads, block_q * group, head_dim)
         table = lax.dynamic_index_in_dim(tables, seq, keepdims=False)
 
-        def block(
-            i: jax.Array, state: tuple[jax.Array, jax.Array, jax.Array]
-        ) -> tuple[jax.Array, jax.Array, jax.Array]:
-            pages = lax.dynamic_slice_in_dim(table, i * pages_per_block, pages_per_block)
-            k, v = (_joined(x) for x in layout.load(cache, pages))  # [kv_heads, keys, head_dim]
+        def block(i: jax.Array, state: State) -> State:
+            numbers = lax.dynamic_slice_in_dim(table, i * pages_per_block, pages_per_block)
+            k, v = (_joined(x) for x in layout.load(pages, numbers))  # [kv_heads, keys, head_dim]
             position = i * block_kv + cells
             keep = position <= position_q[:, None]
             if options.window is not None:
                 keep &= position > position_q[:, None] - options.window
             keep = jnp.repeat(keep, group, axis=0)[None]
             logits = _product("hqd,htd->hqt", queries, k)
-            total, largest, weight, p = _Softmax.rescale(
+            total, largest, weight, p = _rescale(
                 state, _capped(logits * options.sm_scale, options.soft_cap), keep
             )
             v = jnp.where((position < kv_lens[seq])[None, :, None], v, 0)
@@ -230,8 +233,8 @@ def _chunk_rows(
             return total + out, largest, weight
 
         blocks = (plan.lo[w] // block_kv, (plan.hi[w] + block_kv - 1) // block_kv)
-        start = _Softmax.start(queries.shape[:-1], head_dim)
-        rows = _Softmax.result(lax.fori_loop(*blocks, block, start))
+        start = _start(queries.shape[:-1], head_dim)
+        rows = finish(lax.fori_loop(*blocks, block, start))
         rows = rows.reshape(kv_heads, block_q, group, head_dim).transpose(1, 0, 2, 3)
         # The block may reach over the next sequence's rows: those keep what they have.
         mine = (q0 + tokens < q_len)[:, None, None, None]
@@ -240,6 +243,11 @@ def _chunk_rows(
 
     out = jnp.zeros((num_rows + block_q, kv_heads, group, head_dim), jnp.float32)
     return lax.fori_loop(0, plan.need, item, out)[:num_rows]
+
+
+def _whole_pages(options: AttentionOptions) -> int:
+    """`block_kv` in whole pages: this path never reads a part of one."""
+    return max(options.block_kv, options.layout.page_size)
 
 
 def _joined(pages: jax.Array) -> jax.Array:

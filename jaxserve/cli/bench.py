@@ -7,6 +7,13 @@ import click
 from jaxserve.cli.base import LazyGroup
 
 
-@click.group("bench", cls=LazyGroup, verbs={"throughput": "jaxserve.cli.bench_throughput"})
+@click.group(
+    "bench",
+    cls=LazyGroup,
+    verbs={
+        "throughput": "jaxserve.cli.bench_throughput",
+        "kernels": "jaxserve.cli.bench_kernels",
+    },
+)
 def command() -> None:
-    """Measure the engine."""
+    """Measure the engine and its kernels."""

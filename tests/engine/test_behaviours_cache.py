@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 
-from jaxserve.batch import pack_batch
-from jaxserve.engine import Engine
-from scheduler import StepPlan
 from tests.engine.mini import Mini, drain, greedy, logprobs, prompts, run, solo, tokens
+from tests.engine.pages import assert_padding_writes_nothing
 from tests.oracle import assert_same_greedy
 
 PAGE = 8
@@ -18,56 +15,12 @@ ODD_LENGTHS = [5, 12, 19, 27, 33]
 """No multiple of a page or of a prefill bucket."""
 
 
-def idle_steps(mini: Mini) -> None:
-    """A step of each shape in which every row is padding."""
-    for shape in mini.runner.shapes.all():
-        layout = mini.runner.spec.batch_layout(shape)
-        mini.runner.run(pack_batch(StepPlan((), (), ()), layout), shape)
-
-
-def snapshot(mini: Mini) -> list[np.ndarray]:
-    return [np.array(layer) for layer in mini.runner._cache]
-
-
-def live_cells(engine: Engine) -> tuple[list[int], list[int]]:
-    """Page and offset of every token computed for a running sequence."""
-    pages, offsets = [], []
-    for seq in engine.scheduler.running:
-        for position in range(seq.num_computed):
-            pages.append(seq.block_table[position // PAGE])
-            offsets.append(position % PAGE)
-    return pages, offsets
-
-
 @pytest.mark.parametrize("last_page", [False, True])
 @pytest.mark.parametrize("count", [1, 3, 5])
 def test_padding_writes_nothing(mini: Mini, count: int, last_page: bool) -> None:
-    """With exactly the pages needed, and with the cache's last page, where index -1 would land."""
     asked = prompts(ODD_LENGTHS[:count], seed=2)
-    if last_page:
-        engine = mini.engine(asynchronous=False)
-        engine.scheduler.pool._free.reverse()
-    else:
-        needed = sum(-(-(len(prompt) + 23) // PAGE) for prompt in asked)
-        engine = mini.engine(pages=needed + 1, asynchronous=False)
-    ids = [engine.submit(prompt, greedy(24)) for prompt in asked]
-    owned = set()
-    while engine.has_work:
-        before = snapshot(mini)
-        idle_steps(mini)
-        for layer, same in zip(before, snapshot(mini), strict=True):
-            assert np.array_equal(layer, same)
-        pages, offsets = live_cells(engine)
-        owned |= set(pages)
-        engine.step()
-        for layer, now in zip(before, snapshot(mini), strict=True):
-            assert np.array_equal(layer[pages, :, :, offsets], now[pages, :, :, offsets])
-    engine.check()
-    pool = engine.scheduler.pool
-    assert owned >= ({pool.num_pages - 1} if last_page else set(range(1, pool.num_pages)))
-    assert engine.stats().preemptions == 0
-    for prompt, request_id in zip(asked, ids, strict=True):
-        got = engine.take(request_id).outputs[0].token_ids
+    outputs = assert_padding_writes_nothing(mini, asked, last_page=last_page)
+    for prompt, got in zip(asked, outputs, strict=True):
         assert_same_greedy(got, *mini.oracle.greedy(prompt, 24))
 
 

@@ -36,7 +36,7 @@ def answers(executables: Path, tensor_parallel_size: int) -> dict[str, Any]:
         "gate_up": layer["mlp"]["gate_up"],
         "down": layer["mlp"]["down"],
         "embed": llm.params["embed"],
-        "cache": runner._cache[0],
+        "cache": runner._cache[0].cells,
     }
     return {
         "devices": jax.device_count(),

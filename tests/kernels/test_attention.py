@@ -1,4 +1,4 @@
-"""Attention over pages against the NumPy oracle, and what it must not depend on (B02, B07, B08)."""
+"""Attention over pages against the NumPy oracle, on every implementation (B07, B08)."""
 
 from __future__ import annotations
 
@@ -10,31 +10,39 @@ import pytest
 
 from pallas_kernels import reference
 from tests.kernels.paged import (
-    BLOCK_Q,
-    CHUNK_CPU,
     CHUNK_ROWS,
-    DECODE_CPU,
-    DECODE_GPU,
     FORMS,
+    KERNELS,
     NUM_SEQS,
+    REFERENCE,
     Array,
     Case,
     Config,
     Form,
     attend,
+    build,
     error,
     expected,
+    held,
     make_case,
+    pages,
+    random_case,
     same_bits,
+    sinks,
 )
 
-# Compilation is all that a case costs: only two configurations are compiled as for production.
-WINDOWED = Config(12, 4, 80, 8, "float32", window=11, soft_cap=1.5)
+# Compilation is all that a case costs XLA: only two configurations are compiled as for production.
+WINDOWED = Config(12, 4, 80, 16, "float32", 11, 1.5, sinks=True, decode_rows=3, block_kv=16)
 HALF = Config(9, 3, 64, 16, "bfloat16")  # the attention of SmolLM2-135M
 PLAIN = Config(14, 2, 64, 16, "float32", quick=True)
-INVARIANT = [WINDOWED, HALF, PLAIN]
-QUICK = [
+INT8 = Config(8, 2, 64, 16, "bfloat16", quantized="int8", sinks=True)
+FP8 = Config(4, 2, 96, 32, "bfloat16", 40, quantized="float8_e4m3fn", block_kv=32, decode_rows=2)
+EIGHT_BIT = [INT8, FP8]
+XLA = [
+    WINDOWED,
+    HALF,
     PLAIN,
+    *[replace(config, quick=True) for config in EIGHT_BIT],
     Config(1, 1, 32, 8, "float32", quick=True),
     Config(1, 1, 128, 16, "bfloat16", soft_cap=3.0, quick=True),
     Config(4, 4, 80, 16, "float32", window=16, quick=True),
@@ -47,6 +55,19 @@ QUICK = [
     Config(9, 3, 64, 64, "float32", window=70, quick=True),
     Config(12, 4, 128, 64, "bfloat16", window=100, quick=True),
 ]
+RATIOS = [(1, 1), (4, 4), (8, 1), (32, 1), (14, 2), (9, 3), (12, 4)]
+KERNEL = [
+    WINDOWED,
+    HALF,
+    INT8,
+    FP8,
+    Config(2, 1, 32, 128, "float16", soft_cap=4.0, block_kv=32),  # parts of a page
+    Config(4, 2, 128, 64, "float32", 1, sinks=True, decode_rows=2),
+    Config(3, 1, 256, 16, "bfloat16", 100, 50.0, sinks=True, decode_rows=4, block_kv=64),
+    Config(6, 3, 80, 16, "float32", quantized="int8", soft_cap=3.0, block_kv=16),
+    *[Config(*heads, 64, 16, "float32") for heads in RATIOS],
+]
+RANDOM_CASES = 200
 
 
 def forms(config: Config) -> list[Form]:
@@ -54,18 +75,28 @@ def forms(config: Config) -> list[Form]:
     return FORMS if config.dtype == "bfloat16" and not config.quick else FORMS[:3]
 
 
-def pairs(configs: list[Config]) -> pytest.MarkDecorator:
-    each = [(config, form) for config in configs for form in forms(config)]
-    return pytest.mark.parametrize(("config", "form"), each, ids=str)
+EVERYWHERE = [
+    (config, form)
+    for config in (WINDOWED, HALF, *EIGHT_BIT)
+    for form in (*forms(replace(config, quick=config in EIGHT_BIT)), REFERENCE, *KERNELS)
+]
+"""What must hold of every implementation is shown with these."""
+
+
+def named(pairs: list[tuple[Config, Form]]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize(("config", "form"), pairs, ids=str)
 
 
 def decode_lengths(config: Config) -> list[list[int]]:
-    """Key counts of one-row sequences: all borders of a page, and random ones with holes."""
+    """Key counts of one-row sequences: all borders of a page, random ones with holes, all full.
+
+    Full sequences need as many work items as there are.
+    """
     ps, rng = config.page_size, np.random.default_rng(config.head_dim)
     edges = [0, 1, ps - 1, ps, ps + 1, 2 * ps, 3 * ps + 2, config.longest]
     random = rng.integers(0, config.longest + 1, NUM_SEQS)
     random[rng.permutation(NUM_SEQS)[:2]] = 0
-    return [edges, random.tolist(), [0] * 7 + [1], [0] * NUM_SEQS]
+    return [edges, random.tolist(), [0] * 7 + [1], [0] * NUM_SEQS, [config.longest] * NUM_SEQS]
 
 
 def chunk_lengths(config: Config) -> list[tuple[list[int], list[int]]]:
@@ -86,28 +117,37 @@ def chunk_lengths(config: Config) -> list[tuple[list[int], list[int]]]:
     return chosen
 
 
-def decode_case(config: Config, kv_lens: list[int], seed: int = 0) -> Case:
-    return make_case(config, kv_lens, [1] * NUM_SEQS, NUM_SEQS, seed)
+@functools.cache
+def cases(config: Config, split: bool) -> list[Case]:
+    """The cases chosen by hand."""
+    rows = config.num_rows(split)
+    if not split:
+        return [
+            make_case(config, kv_lens, q_lens, rows, seed)
+            for seed, (kv_lens, q_lens) in enumerate(chunk_lengths(config))
+        ]
+    chosen = [
+        make_case(config, kv_lens, [1] * NUM_SEQS, rows, seed)
+        for seed, kv_lens in enumerate(decode_lengths(config))
+    ]
+    # Several rows of a sequence, as in speculative decoding, and sequences without any.
+    ps = config.page_size
+    kv_lens, q_lens = [ps + 1, 0, 2, 2 * ps, ps, 9, 0, 0], [3, 0, 2, 1, 0, 1, 0, 0]
+    q_lens = np.minimum(q_lens, config.decode_rows).tolist()
+    return [*chosen, make_case(config, kv_lens, q_lens, rows)]
 
 
 @functools.cache
 def answers(config: Config, split: bool) -> list[tuple[Case, Array]]:
-    """Cases of a form with the oracle's answers."""
+    """Cases chosen by hand with the oracle's answers."""
     return [(case, expected(config, case)) for case in cases(config, split)]
 
 
-@functools.cache
-def cases(config: Config, split: bool) -> list[Case]:
-    if not split:
-        return [
-            make_case(config, kv_lens, q_lens, CHUNK_ROWS, seed)
-            for seed, (kv_lens, q_lens) in enumerate(chunk_lengths(config))
-        ]
-    chosen = [decode_case(config, kv, seed) for seed, kv in enumerate(decode_lengths(config))]
-    # Several rows of a sequence, as in speculative decoding, and sequences without any.
-    ps = config.page_size
-    several = [ps + 1, 0, 2, 2 * ps, ps, 9, 0, 0], [3, 0, 2, 1, 0, 1, 0, 0]
-    return [*chosen, make_case(config, *several, NUM_SEQS)]
+def poisoned(case: Case, poison: float) -> Case:
+    """The case with poison in the query rows of no active sequence."""
+    q = case.q.copy()
+    q[~case.active_rows] = poison
+    return replace(case, q=q)
 
 
 def test_the_oracle_itself() -> None:
@@ -116,82 +156,82 @@ def test_the_oracle_itself() -> None:
     k[1, 0, 1, 0] = np.log(3)
     v = np.zeros((2, 1, 2, 1))
     v[1, 0, :, 0] = 8, 16
-    out = reference.attention(
-        np.ones((3, 1, 1)),
-        k,
-        v,
-        np.array([[0], [1]]),
-        np.array([0, 2]),
-        np.array([0, 1, 3]),
-        sm_scale=1.0,
-    )
+    tables, kv_lens, cu_q_lens = np.array([[0], [1]]), np.array([0, 2]), np.array([0, 1, 3])
+    call = (np.ones((3, 1, 1)), k, v, tables, kv_lens, cu_q_lens)
+    out = reference.attention(*call, sm_scale=1.0)
     np.testing.assert_allclose(out[:, 0, 0], [0, 8, 0.25 * 8 + 0.75 * 16])
+    # A sink as heavy as the second key takes 3 shares of 7, and half of the first token.
+    out = reference.attention(*call, sm_scale=1.0, sinks=np.log([3.0]))
+    np.testing.assert_allclose(out[:, 0, 0], [0, 8 / 4, (8 + 3 * 16) / 7])
 
 
-@pairs([WINDOWED, HALF, *QUICK])
+@pytest.mark.parametrize("config", [WINDOWED, HALF, PLAIN], ids=str)
+@pytest.mark.parametrize("split", [True, False])
+def test_the_quick_oracle_equals_the_literal_one(config: Config, split: bool) -> None:
+    """It knows no pages; the literal one reads them as the kernels do."""
+    for case, want in answers(config, split)[:2]:
+        cells, tables = pages(config, case)
+        literal = reference.attention(
+            case.q,
+            cells[:, 0],
+            cells[:, 1],
+            tables,
+            case.kv_lens,
+            case.cu_q_lens,
+            sm_scale=config.head_dim**-0.5,
+            window=config.window,
+            soft_cap=config.soft_cap,
+            sinks=sinks(config),
+        )
+        np.testing.assert_allclose(want, literal, rtol=0, atol=1e-12)
+
+
+def check_equals_the_oracle(config: Config, form: Form, case: Case, want: Array) -> None:
+    got = attend(config, form, case, poison=np.nan)
+    assert error(got, want) < config.tolerance
+    assert not got[~case.active_rows].any(), "rows of no active sequence are not zero"
+
+
+@named(
+    [(config, form) for config in XLA for form in forms(config)]
+    + [(config, REFERENCE) for config in (WINDOWED, HALF, *EIGHT_BIT)]
+    + [(config, form) for config in KERNEL for form in KERNELS]
+)
 def test_equals_the_oracle(config: Config, form: Form) -> None:
     for case, want in answers(config, form.split):
-        got = attend(config, form, case, poison=np.nan)
-        assert error(got, want) < config.tolerance
-        active = np.repeat(case.kv_lens > 0, case.q_lens)
-        assert not got[len(active) :].any(), "padding rows are not zero"
-        assert not got[: len(active)][~active].any(), "rows of inactive sequences are not zero"
+        check_equals_the_oracle(config, form, case, want)
 
 
-@pairs(INVARIANT)
-def test_not_a_bit_depends_on_cells_that_no_sequence_owns(config: Config, form: Form) -> None:
-    for case in cases(config, form.split):
-        clean = attend(config, form, case)
-        for poison in (np.nan, 1e4):
-            used = int(case.cu_q_lens[-1])
-            q = case.q.copy()
-            q[used:] = poison
-            for row in np.flatnonzero(np.repeat(case.kv_lens == 0, case.q_lens)):
-                q[row] = poison
-            poisoned = replace(case, q=q)
-            assert same_bits(attend(config, form, poisoned, poison=poison), clean), poison
+@named([(config, form) for config in KERNEL for form in KERNELS])
+def test_equals_the_oracle_for_any_lengths_tables_and_holes(config: Config, form: Form) -> None:
+    rng = np.random.default_rng(0)
+    empty = 0
+    for _ in range(RANDOM_CASES):
+        case = poisoned(random_case(config, form.split, rng), np.nan)
+        check_equals_the_oracle(config, form, case, expected(config, case))
+        empty += not case.active_rows.any()
+    assert empty, "no case without any active sequence"
 
 
-@pairs(INVARIANT)
-def test_not_a_bit_depends_on_which_pages_a_sequence_owns(config: Config, form: Form) -> None:
-    for case in cases(config, form.split):
-        one = attend(config, form, case, seed=1, poison=np.nan)
-        assert same_bits(attend(config, form, case, seed=2, poison=np.nan), one)
+@named([(config, form) for config in (WINDOWED, HALF) for form in (REFERENCE, *KERNELS)])
+def test_without_any_active_sequence_all_is_exactly_zero(config: Config, form: Form) -> None:
+    rows = config.num_rows(form.split)
+    for q_lens in ([0] * NUM_SEQS, [config.decode_rows] * NUM_SEQS):
+        case = make_case(config, [0] * NUM_SEQS, q_lens, rows)
+        got = attend(config, form, poisoned(case, np.nan), poison=np.nan)
+        assert same_bits(got, np.zeros_like(got))
 
 
-@pairs(INVARIANT)
-def test_not_a_bit_depends_on_the_neighbours(config: Config, form: Form) -> None:
-    for case in cases(config, form.split)[:2]:
-        together = attend(config, form, case)
-        for seq in np.flatnonzero(case.kv_lens):
-            for place in (int(seq), (int(seq) + 3) % NUM_SEQS):
-                alone = case.alone(int(seq), place)
-                got = attend(config, form, alone, seed=place, poison=np.nan)
-                assert same_bits(got[alone.rows(place)], together[case.rows(int(seq))])
-
-
-@pytest.mark.parametrize("config", INVARIANT, ids=str)
-def test_one_shot_chunked_and_token_by_token(config: Config) -> None:
-    """The keys of later tokens are not there yet when earlier ones are computed."""
-    length = 2 * config.page_size + 5
-    whole = make_case(config, [0, length], [0, length], CHUNK_ROWS)
-    want = attend(config, CHUNK_CPU, whole, poison=np.nan)[:length]
-    assert error(want, expected(config, whole)[:length]) < config.tolerance
-    k, v = whole.k[1], whole.v[1]
-    for size in (3, BLOCK_Q, config.page_size + 1):
-        for start in range(0, length, size):
-            end = min(start + size, length)
-            q = np.zeros_like(whole.q)
-            q[: end - start] = whole.q[start:end]
-            piece = Case(q, (k[:0], k[:end]), (v[:0], v[:end]), (0, end - start))
-            got = attend(config, CHUNK_CPU, piece.padded(), poison=np.nan)[: end - start]
-            assert error(got, want[start:end]) < config.tolerance
-    for form in (DECODE_CPU, DECODE_GPU):
-        for start in range(0, length, NUM_SEQS):
-            ends = range(start + 1, min(start + NUM_SEQS, length) + 1)
-            q = np.zeros((NUM_SEQS, *whole.q.shape[1:]), whole.q.dtype)
-            q[: len(ends)] = whole.q[start : start + len(ends)]
-            prefixes = [k[:n] for n in ends], [v[:n] for n in ends]
-            tokens = Case(q, *map(tuple, prefixes), (1,) * len(ends))
-            got = attend(config, form, tokens.padded(), poison=np.nan)[: len(ends)]
-            assert error(got, want[start : start + len(ends)]) < config.tolerance
+@named([(config, form) for config in (WINDOWED, HALF, INT8) for form in KERNELS])
+def test_products_are_not_rounded_to_tf32(config: Config, form: Form) -> None:
+    """No CPU would round them; the highest precision is what forbids a GPU to."""
+    case = cases(config, form.split)[0]
+    cells, tables = pages(config, case)
+    lengths = (case.kv_lens, case.cu_q_lens)
+    call = build(config, form).trace(  # type: ignore[attr-defined]
+        case.q, held(config, form.platform, cells), tables, *lengths, sinks(config)
+    )
+    text = str(call.jaxpr)
+    assert text.count(" dot_general[") == 2
+    assert text.count("precision=(Precision.HIGHEST, Precision.HIGHEST)") == 2
+    assert text.count("preferred_element_type=float32") == 2

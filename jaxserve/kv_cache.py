@@ -1,0 +1,175 @@
+"""Choices about the KV cache: its type and layout, who reads it, and how many pages there are.
+
+Made once, at start-up, from the configuration, the model and the device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import os
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxserve.config import EngineConfig
+from jaxserve.models.config import ModelConfig
+from jaxserve.models.llama import Params
+from pallas_kernels import Implementation, KVLayout, Use, select
+from pallas_kernels.tuned_table import TunedTable
+from pallas_kernels.tuning import Sizes, sizes
+
+log = logging.getLogger(__name__)
+
+_PAGE_SIZE = {"cpu": 64, "gpu": 16, "tpu": 16}
+_QUANTIZED = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
+_CPU_CACHE_BYTES = 1 << 30
+"""KV cache of a CPU engine that names no number of pages: enough for tens of chats, and small
+beside any laptop's memory."""
+
+
+def choose_attention(
+    config: EngineConfig, model: ModelConfig, dtype: np.dtype, device: jax.Device
+) -> tuple[Implementation, KVLayout]:
+    """The implementation of attention and the layout of the pages that it reads.
+
+    Args:
+        config: names the page size, the type of the pages and the implementation, or leaves them
+            to the platform.
+        model: its heads.
+        dtype: type of the weights, and of the pages unless the configuration says otherwise.
+        device: one of the devices that will run it.
+
+    Raises:
+        ValueError: the implementation named cannot serve that; says which limit is exceeded.
+    """
+    platform = device.platform
+    plain = KVLayout(
+        dtype=np.dtype(ml_dtypes.bfloat16) if config.kv_cache_dtype == "bfloat16" else dtype,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.head_dim,
+        page_size=config.block_size or _PAGE_SIZE.get(platform, 16),
+        platform=platform,
+        quantized=_QUANTIZED.get(config.kv_cache_dtype),
+    )
+    use = Use(
+        plain, group=model.num_heads // model.num_kv_heads, compute_capability=_capability(device)
+    )
+    implementation, layout = select(config.attention_backend, use)
+    log.info(
+        "attention: %s, %s pages of %d tokens",
+        implementation.name,
+        layout.cell_dtype,
+        layout.page_size,
+    )
+    return implementation, layout
+
+
+def attention_sizes(
+    config: EngineConfig,
+    model: ModelConfig,
+    implementation: Implementation,
+    layout: KVLayout,
+    device: jax.Device,
+) -> Sizes:
+    """Sizes of both forms of attention, for a configuration whose context length is known.
+
+    Raises:
+        ValueError: the table of measured sizes cannot be read; names the file and the value.
+    """
+    assert config.max_model_len is not None
+    return sizes(
+        platform="gpu" if implementation.tiled else layout.platform,
+        device_kind=device.device_kind,
+        head_dim=layout.head_dim,
+        group=model.num_heads // model.num_kv_heads,
+        page_size=layout.page_size,
+        cell_dtype=str(layout.cell_dtype),
+        max_len=config.max_model_len,
+        table=_kernel_table(config, device),
+    )
+
+
+def _kernel_table(config: EngineConfig, device: jax.Device) -> TunedTable | None:
+    """The table that the configuration names, else the shipped one of the device."""
+    if config.kernel_table is not None:
+        try:
+            return TunedTable.read(config.kernel_table)
+        except OSError as error:
+            raise ValueError(f"cannot read kernel_table={config.kernel_table!r}: {error}") from None
+    package = Path(__file__).parent
+    for folder in (package / "configs" / "kernels", package.parent / "configs" / "kernels"):
+        if folder.is_dir():
+            return TunedTable.of_device(folder, device.device_kind)
+    return None
+
+
+def _capability(device: jax.Device) -> tuple[int, int] | None:
+    version = getattr(device, "compute_capability", None)
+    if device.platform != "gpu" or version is None:
+        return None
+    major, minor = str(version).split(".")
+    return int(major), int(minor)
+
+
+def sized(
+    config: EngineConfig,
+    model: ModelConfig,
+    implementation: Implementation,
+    layout: KVLayout,
+    params: Params,
+    mesh: Mesh,
+) -> EngineConfig:
+    """Fill in page size, context length and number of pages.
+
+    A context that the cache cannot hold is lowered to what it can, with a warning.
+
+    Raises:
+        ValueError: the context is beyond the model's, or no memory is left for a cache.
+    """
+    longest = config.max_model_len or model.max_position
+    if config.max_model_len is not None and longest > model.max_position:
+        raise ValueError(
+            f"max_model_len={longest} is beyond the model's context of {model.max_position} tokens"
+        )
+    page_bytes = layout.page_bytes * model.num_layers
+    pages = config.num_kv_blocks
+    if pages is None:
+        wanted = config.max_num_seqs * -(-longest // layout.page_size)
+        pages = 1 + max(1, min(wanted, _cache_bytes(config, params, mesh) // page_bytes))
+        local = dataclasses.replace(layout, num_kv_heads=layout.num_kv_heads // mesh.size)
+        pages = implementation.most_pages(local, pages)
+    held = (pages - 1) * layout.page_size + 1  # the last token of a sequence needs no cell
+    if held < longest:
+        log.warning(
+            "max_model_len lowered from %d to %d: the KV cache has %d pages of %d tokens; raise "
+            "--num-kv-blocks or --memory-utilization for longer sequences",
+            longest,
+            held,
+            pages - 1,
+            layout.page_size,
+        )
+        longest = held
+    return dataclasses.replace(
+        config, max_model_len=longest, num_kv_blocks=pages, block_size=layout.page_size
+    )
+
+
+def _cache_bytes(config: EngineConfig, params: Params, mesh: Mesh) -> int:
+    """Bytes for the KV cache over all devices."""
+    devices = list(mesh.devices.flat)
+    if devices[0].platform == "cpu":
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        return min(_CPU_CACHE_BYTES, memory // 4)
+    limit = min((d.memory_stats() or {}).get("bytes_limit", 0) for d in devices)
+    share = limit * config.memory_utilization
+    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) / len(devices)
+    if share <= weights:
+        raise ValueError(
+            f"memory_utilization={config.memory_utilization} of {limit} bytes leaves no room for "
+            f"a KV cache beside {int(weights)} bytes of weights; raise it or use more devices"
+        )
+    return int((share - weights) * 0.9) * len(devices)  # a tenth for the steps' own buffers

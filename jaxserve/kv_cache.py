@@ -89,22 +89,26 @@ def attention_sizes(
         page_size=layout.page_size,
         cell_dtype=str(layout.cell_dtype),
         max_len=config.max_model_len,
-        table=_kernel_table(config, device),
+        table=kernel_table(config.kernel_table, device),
     )
 
 
-def _kernel_table(config: EngineConfig, device: jax.Device) -> TunedTable | None:
-    """The table that the configuration names, else the shipped one of the device."""
-    if config.kernel_table is not None:
+def kernel_table(path: str | None, device: jax.Device) -> TunedTable:
+    """Measured kernel sizes: those at `path`, else the shipped ones of the device, if any.
+
+    Raises:
+        ValueError: the table cannot be read; names the file and what is wrong.
+    """
+    if path is not None:
         try:
-            return TunedTable.read(config.kernel_table)
+            return TunedTable.read(path)
         except OSError as error:
-            raise ValueError(f"cannot read kernel_table={config.kernel_table!r}: {error}") from None
+            raise ValueError(f"cannot read kernel_table={path!r}: {error}") from None
     package = Path(__file__).parent
     for folder in (package / "configs" / "kernels", package.parent / "configs" / "kernels"):
         if folder.is_dir():
             return TunedTable.of_device(folder, device.device_kind)
-    return None
+    return TunedTable()
 
 
 def _capability(device: jax.Device) -> tuple[int, int] | None:

@@ -17,7 +17,7 @@ from jaxserve.cli.options import IntList
 from jaxserve.cli.tables import table
 
 if TYPE_CHECKING:
-    from pallas_kernels.tuned_table import TunedTable
+    pass
 
 _PREFILL_BATCH = 1
 _NOT_TIMED = "no GPU: not timed"
@@ -213,6 +213,7 @@ def _roofline(
     import jax
 
     from jaxserve.bench.kernels import Roofline
+    from jaxserve.kv_cache import kernel_table
     from pallas_kernels import implementations
 
     for name in names or ():
@@ -220,21 +221,10 @@ def _roofline(
             raise ValueError(
                 f"no attention implementation {name!r}; known are {', '.join(implementations())}"
             )
-    sweep = Roofline(heads, cells, names, baselines, _table(table_path, jax.devices()[0]))
+    sweep = Roofline(heads, cells, names, baselines, kernel_table(table_path, jax.devices()[0]))
     if jax.default_backend() != "gpu" and not time_anyway:
         return sweep.bytes_only(_NOT_TIMED)
     return sweep.run()
-
-
-def _table(path: str | None, device: Any) -> TunedTable:
-    from pallas_kernels.tuned_table import TunedTable
-
-    if path is not None:
-        return TunedTable.read(path)
-    package = Path(__file__).parents[1]
-    folders = (package / "configs" / "kernels", package.parent / "configs" / "kernels")
-    folder = next((folder for folder in folders if folder.is_dir()), None)
-    return TunedTable() if folder is None else TunedTable.of_device(folder, device.device_kind)
 
 
 def _text(report: dict[str, Any]) -> str:

@@ -37,6 +37,7 @@ SMOLLM2 = Config(9, 3, 64, 16, "bfloat16")
 WINDOWED = Config(12, 4, 128, 8, "float32", window=11, soft_cap=1.5)
 PADDED = Config(10, 5, 80, 16, "float32")
 CONFIGS = [SMOLLM2, WINDOWED, PADDED]
+RATIOS = [(1, 1), (4, 4), (8, 1), (32, 1), (14, 2), (9, 3), (12, 4)]
 PLAIN = KVLayout(np.dtype(jnp.bfloat16), 8, 128, 16, "tpu")
 
 each_config = pytest.mark.parametrize("config", CONFIGS, ids=str)
@@ -125,6 +126,17 @@ def test_equals_the_oracle_with_nan_in_every_other_cell(config: Config, split: b
         assert not got[~active_rows(case)].any(), "rows of no active sequence are not zero"
         holes += not active_rows(case).any()
     assert holes, "no case without any active sequence"
+
+
+@pytest.mark.parametrize(("q_heads", "kv_heads"), RATIOS)
+def test_any_ratio_of_heads(q_heads: int, kv_heads: int) -> None:
+    """Query heads of padded KV heads are computed too, and cut off again (B08)."""
+    config = Config(q_heads, kv_heads, 64, 16, "float32")
+    rng = np.random.default_rng(2)
+    for _ in range(10):
+        case = random_case(config, True, rng)
+        got = attend(config, True, poisoned(case, np.nan), poison=np.nan)
+        assert error(got, expected(config, case)) < config.tolerance
 
 
 @each_form

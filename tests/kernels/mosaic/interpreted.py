@@ -35,6 +35,8 @@ SINKS = Config(4, 2, 64, 32, "float16", soft_cap=5.0, sinks=True)
 ROWS = Config(6, 2, 64, 16, block_q=3, window=70, sinks=True)
 WIDE = Config(12, 1, 128, 128, block_kv=128)
 CONFIGS = (SMOLLM2, WINDOW, SINKS, ROWS, WIDE)
+RATIOS = tuple(Config(*heads, 64, 16) for heads in ((1, 1), (8, 1), (32, 1), (14, 2)))
+"""Head ratios that the others lack (B08)."""
 RACES = Config(6, 2, 64, 16, block_q=2, sinks=True, detect_races=True)
 FULL = [LONGEST, 0, LONGEST - 1, 1]
 CASES = 10
@@ -48,7 +50,7 @@ def _mutant() -> Iterator[None]:
     jax.clear_caches()
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=str)
+@pytest.mark.parametrize("config", [*CONFIGS, *RATIOS], ids=str)
 def test_values_match_the_reference(config: Config) -> None:
     for seed in range(CASES):
         case = make_case(config, seed)

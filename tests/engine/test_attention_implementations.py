@@ -10,9 +10,11 @@ import pytest
 
 from jaxserve.config import ATTENTION_BACKENDS, EngineConfig
 from jaxserve.startup import assemble
-from pallas_kernels import implementations
+from pallas_kernels import implementations, registry, tpu
+from pallas_kernels.tpu_layout import tpu_layout
 from tests.engine.mini import CONFIG, OPTIONS, Mini, greedy, prompts, random_params, run, tokens
 from tests.engine.pages import assert_padding_writes_nothing
+from tests.kernels import tpu_model
 from tests.oracle import assert_same_greedy
 
 WINDOW = 16
@@ -23,11 +25,31 @@ ON_A_CPU = [name for name, one in implementations().items() if "cpu" in one.plat
 ASKED = [4, WINDOW - 1, WINDOW, WINDOW + 1, 3 * WINDOW]
 
 
-@pytest.fixture(scope="module", params=ON_A_CPU)
-def backend(request: pytest.FixtureRequest, executables: Path) -> Mini:
-    mini = Mini.build(executables, SHAPE, attention_backend=request.param, **FIXED)
+@pytest.fixture(scope="module", params=[*ON_A_CPU, "tpu"])
+def backend(
+    request: pytest.FixtureRequest, executables: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Mini:
+    with pytest.MonkeyPatch.context() as patch:
+        if request.param == "tpu":
+            _run_tpu_on_a_cpu(patch)
+            # Kept executables are found by the sources they come from, the model not among them.
+            executables = tmp_path_factory.mktemp("executables")
+        mini = Mini.build(executables, SHAPE, attention_backend=request.param, **FIXED)
     assert mini.runner.spec.attention == request.param
     return mini
+
+
+def _run_tpu_on_a_cpu(patch: pytest.MonkeyPatch) -> None:
+    """Its layout and wrapping as they are, around a model of the kernel that TPUs run."""
+    known = implementations()
+    here = replace(
+        known["tpu"],
+        platforms=("cpu",),
+        layout=lambda plain: replace(tpu_layout(replace(plain, platform="tpu")), platform="cpu"),
+        refusal=lambda use: None,
+    )
+    patch.setattr(registry, "implementations", lambda: {**known, "tpu": here})
+    patch.setattr(tpu, "in_tree", tpu_model.in_tree)
 
 
 @pytest.fixture(scope="module", params=["int8", "fp8"])

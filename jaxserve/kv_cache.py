@@ -18,14 +18,14 @@ from jax.sharding import Mesh
 from jaxserve.config import EngineConfig
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.llama import Params
-from pallas_kernels import Implementation, KVLayout, Use, select
+from pallas_kernels import Implementation, KVLayout, Use, compute_capability, select
+from pallas_kernels.quantize import CELL_DTYPES
 from pallas_kernels.tuned_table import TunedTable
 from pallas_kernels.tuning import Sizes, sizes
 
 log = logging.getLogger(__name__)
 
 _PAGE_SIZE = {"cpu": 64, "gpu": 16, "tpu": 16}
-_QUANTIZED = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
 _CPU_CACHE_BYTES = 1 << 30
 """KV cache of a CPU engine that names no number of pages: enough for tens of chats, and small
 beside any laptop's memory."""
@@ -53,10 +53,12 @@ def choose_attention(
         head_dim=model.head_dim,
         page_size=config.block_size or _PAGE_SIZE.get(platform, 16),
         platform=platform,
-        quantized=_QUANTIZED.get(config.kv_cache_dtype),
+        quantized=CELL_DTYPES.get(config.kv_cache_dtype),
     )
     use = Use(
-        plain, group=model.num_heads // model.num_kv_heads, compute_capability=_capability(device)
+        plain,
+        group=model.num_heads // model.num_kv_heads,
+        compute_capability=compute_capability(device),
     )
     implementation, layout = select(config.attention_backend, use)
     log.info(
@@ -109,14 +111,6 @@ def kernel_table(path: str | None, device: jax.Device) -> TunedTable:
         if folder.is_dir():
             return TunedTable.of_device(folder, device.device_kind)
     return TunedTable()
-
-
-def _capability(device: jax.Device) -> tuple[int, int] | None:
-    version = getattr(device, "compute_capability", None)
-    if device.platform != "gpu" or version is None:
-        return None
-    major, minor = str(version).split(".")
-    return int(major), int(minor)
 
 
 def sized(

@@ -68,7 +68,9 @@ class PagedAttention:
         decode_plan = make_plan(
             self._decode_lens,
             jnp.ones_like(self._decode_lens),
-            num_items=split_items_bound(shape.rows, longest, decode.chunk_kv, window),
+            num_items=split_items_bound(
+                shape.rows, longest, decode.chunk_kv, window, decode.block_q
+            ),
             block_q=decode.block_q,
             chunk_kv=decode.chunk_kv,
             window=window,

@@ -9,7 +9,14 @@ The operations have several implementations, chosen by name or by platform; the 
 from pallas_kernels.attention import copy_pages, kv_write, ragged_paged_attention
 from pallas_kernels.layout import NULL_PAGE, KVLayout, KVPages
 from pallas_kernels.plan import Plan, items_bound, make_plan, split_items_bound
-from pallas_kernels.registry import Implementation, Use, choose, implementations, select
+from pallas_kernels.registry import (
+    Implementation,
+    Use,
+    choose,
+    compute_capability,
+    implementations,
+    select,
+)
 from pallas_kernels.tuning import Launch, Tuned
 
 __all__ = [
@@ -22,6 +29,7 @@ __all__ = [
     "Tuned",
     "Use",
     "choose",
+    "compute_capability",
     "copy_pages",
     "implementations",
     "items_bound",

@@ -77,6 +77,33 @@ def ragged_paged_attention(
 
     Products accumulate in float32 and the softmax is in float32 whatever the inputs are.
     """
+    group = q.shape[1] // layout.local_kv_heads(pages)
+    _check(q, pages, block_tables, kv_lens, cu_q_lens, sinks, layout, block_kv)
+    options = AttentionOptions(
+        layout=layout,
+        sm_scale=sm_scale,
+        split=split,
+        block_q=block_q,
+        block_kv=block_kv,
+        window=window,
+        soft_cap=soft_cap,
+        launch=launch,
+    )
+    attend = choose(implementation, Use(layout, group, sinks is not None)).attention
+    return attend(q, pages, block_tables, kv_lens, cu_q_lens, plan, sinks, options)
+
+
+def _check(
+    q: jax.Array,
+    pages: KVPages,
+    block_tables: jax.Array,
+    kv_lens: jax.Array,
+    cu_q_lens: jax.Array,
+    sinks: jax.Array | None,
+    layout: KVLayout,
+    block_kv: int,
+) -> None:
+    """Raise ValueError if the shapes of an attention call do not fit together."""
     _, q_heads, head_dim = q.shape
     kv_heads = layout.local_kv_heads(pages)
     if head_dim != layout.head_dim:
@@ -95,18 +122,6 @@ def ragged_paged_attention(
             f"block_kv={block_kv} is neither a multiple nor a divisor of "
             f"page_size={layout.page_size}"
         )
-    options = AttentionOptions(
-        layout=layout,
-        sm_scale=sm_scale,
-        split=split,
-        block_q=block_q,
-        block_kv=block_kv,
-        window=window,
-        soft_cap=soft_cap,
-        launch=launch,
-    )
-    attend = choose(implementation, Use(layout, q_heads // kv_heads, sinks is not None)).attention
-    return attend(q, pages, block_tables, kv_lens, cu_q_lens, plan, sinks, options)
 
 
 def kv_write(

@@ -70,7 +70,7 @@ def refusal(use: Use) -> str | None:
     if jax.__version_info__ < MIN_JAX:
         return f"needs JAX 0.11 or later, not {jax.__version__}"
     if capability is not None and capability < AMPERE:
-        return f"needs compute capability 8.0 or higher, not {_dotted(capability)}"
+        return f"needs compute capability 8.0 or higher, not {triton.dotted(capability)}"
     if layout.quantized is not None:
         return f"takes 16-bit pages, not {layout.quantized}"
     if layout.dtype not in DTYPES:
@@ -87,7 +87,7 @@ def refusal(use: Use) -> str | None:
         if layout.page_size < smallest:
             return (
                 f"takes page sizes from {smallest} with head_dim {layout.head_dim} on compute "
-                f"capability {_dotted(capability)}, not {layout.page_size}"
+                f"capability {triton.dotted(capability)}, not {layout.page_size}"
             )
     return triton.refusal(use)
 
@@ -208,10 +208,6 @@ def _has_tma() -> bool:
         if capability is not None:
             return int(capability.split(".")[0]) >= HOPPER[0]
     return True
-
-
-def _dotted(capability: tuple[int, int]) -> str:
-    return ".".join(map(str, capability))
 
 
 def _listed(values: Iterable[int]) -> str:

@@ -34,15 +34,17 @@ def items_bound(num_rows: int, num_seqs: int, block_q: int) -> int:
     return num_rows // block_q + min(num_seqs, num_rows)
 
 
-def split_items_bound(num_seqs: int, max_len: int, chunk_kv: int, window: int | None) -> int:
-    """Most items that one block of query rows of each sequence can need, split by `chunk_kv`.
+def split_items_bound(
+    num_seqs: int, max_len: int, chunk_kv: int, window: int | None, block_q: int = 1
+) -> int:
+    """Most items that one block of `block_q` query rows of each sequence can need, split.
 
     Prefix pages are shared, so that the keys of all sequences together may be more than the
     cache has cells: only the longest sequence bounds them.
     """
     chunks = -(-max_len // chunk_kv)
-    if window is not None:
-        chunks = min(chunks, -(-window // chunk_kv) + 1)
+    if window is not None:  # the rows together see window + block_q - 1 keys, from anywhere on
+        chunks = min(chunks, 1 + -(-(window + block_q - 2) // chunk_kv))
     return num_seqs * chunks
 
 

@@ -12,6 +12,8 @@ import numpy as np
 
 INT8 = np.dtype(np.int8)
 FP8 = np.dtype(jnp.float8_e4m3fn)
+CELL_DTYPES = {"int8": INT8, "fp8": FP8}
+"""Types of quantised cells by their usual names."""
 LARGEST = {INT8: 127.0, FP8: 448.0}
 """Largest magnitude of each cell type."""
 _LEAST_SCALE = 1e-8

@@ -66,6 +66,15 @@ class Use:
     """Of the NVIDIA GPU it will run on; `None` if there is none or it is not known."""
 
 
+def compute_capability(device: jax.Device) -> tuple[int, int] | None:
+    """Of an NVIDIA GPU; `None` for any other device."""
+    version = getattr(device, "compute_capability", None)
+    if device.platform != "gpu" or version is None:
+        return None
+    major, minor = str(version).split(".")
+    return int(major), int(minor)
+
+
 def _same(layout: KVLayout) -> KVLayout:
     return layout
 

@@ -42,13 +42,14 @@ def refusal(use: Use) -> str | None:
     if layout.dtype not in _DTYPES:
         return f"takes float16, bfloat16 and float32, not {layout.dtype}"
     if capability is not None and capability < (8, 0):
-        return f"needs compute capability 8.0, not {_dotted(capability)}"
+        return f"needs compute capability 8.0, not {dotted(capability)}"
     if capability is not None and layout.quantized == FP8 and capability < (8, 9):
-        return f"needs compute capability 8.9 for {FP8} pages, not {_dotted(capability)}"
+        return f"needs compute capability 8.9 for {FP8} pages, not {dotted(capability)}"
     return None
 
 
-def _dotted(capability: tuple[int, int]) -> str:
+def dotted(capability: tuple[int, int]) -> str:
+    """A compute capability as NVIDIA writes it."""
     return ".".join(map(str, capability))
 
 

@@ -18,9 +18,7 @@ from pallas_kernels.layout import NULL_PAGE, KVLayout, KVPages
 from pallas_kernels.plan import Plan
 from pallas_kernels.registry import AttentionOptions
 from pallas_kernels.rows import row_positions
-
-MASK = -0.7 * float(jnp.finfo(jnp.float32).max)
-"""Logit of a masked key: finite, so that a row without keys has weight 0 and not NaN."""
+from pallas_kernels.softmax import MASK
 
 
 def attention(

@@ -28,9 +28,9 @@ from pallas_kernels import (
     ragged_paged_attention,
     split_items_bound,
 )
+from pallas_kernels.quantize import CELL_DTYPES
 from pallas_kernels.tuning import Tuned
 
-QUANTIZED = {"int8": np.dtype(np.int8), "fp8": np.dtype(ml_dtypes.float8_e4m3fn)}
 _DTYPE = np.dtype(ml_dtypes.bfloat16)
 _plan = jax.jit(make_plan, static_argnames=("num_items", "block_q", "chunk_kv"))
 _DISTINCT_PAGES = 64
@@ -45,7 +45,7 @@ def plain_layout(cell: Cell, heads: Heads, platform: str) -> KVLayout:
         head_dim=heads.head_dim,
         page_size=cell.page_size,
         platform=platform,
-        quantized=QUANTIZED.get(cell.kv_dtype),
+        quantized=CELL_DTYPES.get(cell.kv_dtype),
     )
 
 

@@ -30,7 +30,7 @@ from jaxserve.bench.kernel_case import (
     write_program,
 )
 from jaxserve.bench.roofline import Cell, Heads, floor_bytes, flops, split_bytes
-from pallas_kernels import KVLayout, Use, implementations
+from pallas_kernels import KVLayout, Use, compute_capability, implementations
 from pallas_kernels.tuned_table import TunedTable
 from pallas_kernels.tuning import Tuned, sizes
 
@@ -132,7 +132,7 @@ class Roofline:
     ) -> Iterator[_Job]:
         """Lower what each implementation chains, and start to compile it."""
         plain = plain_layout(case.cell, self.heads, device.platform)
-        use = Use(plain, self.heads.group, compute_capability=capability(device))
+        use = Use(plain, self.heads.group, compute_capability=compute_capability(device))
         for name in self.names or _served(device.platform):
             job = _Job(name)
             try:
@@ -247,7 +247,6 @@ class _Compilers:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(min(_COMPILERS, os.cpu_count() or 1))
-
         self._started: list[Future[Compiled]] = []
 
     def __enter__(self) -> _Compilers:
@@ -265,15 +264,6 @@ class _Compilers:
     def finish(self, timeout_s: float | None) -> None:
         """Wait for all that was started, or until time is over."""
         wait(self._started, timeout_s)
-
-
-def capability(device: jax.Device) -> tuple[int, int] | None:
-    """Compute capability of an NVIDIA GPU."""
-    version = getattr(device, "compute_capability", None)
-    if device.platform != "gpu" or version is None:
-        return None
-    major, minor = str(version).split(".")
-    return int(major), int(minor)
 
 
 def short(error: BaseException) -> str:

@@ -31,9 +31,9 @@ from jaxserve.bench.kernel_case import (
     queries,
     random_pages,
 )
-from jaxserve.bench.kernels import capability, short
+from jaxserve.bench.kernels import short
 from jaxserve.bench.roofline import Cell, Heads
-from pallas_kernels import Implementation, KVLayout, Use, choose, select
+from pallas_kernels import Implementation, KVLayout, Use, choose, compute_capability, select
 from pallas_kernels.tuned_table import Entry, Key, TunedTable
 from pallas_kernels.tuning import Tuned, group_bucket, xla_sizes
 
@@ -140,7 +140,7 @@ class Tuner:
 
     def _implementation(self, cell: Cell) -> tuple[Implementation, KVLayout]:
         plain = plain_layout(cell, self.heads, self._device.platform)
-        use = Use(plain, self.heads.group, compute_capability=capability(self._device))
+        use = Use(plain, self.heads.group, compute_capability=compute_capability(self._device))
         implementation, layout = select(self.implementation, use)
         return implementation, layout
 

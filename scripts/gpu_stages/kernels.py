@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxserve.bench.kernels import capability
 from pallas_kernels import (
     Implementation,
     KVLayout,
     KVPages,
     Use,
+    compute_capability,
     implementations,
     items_bound,
     kv_write,
@@ -123,7 +123,7 @@ def _layout(config: Config, implementation: Implementation) -> tuple[KVLayout, s
     device = jax.devices()[0]
     q_heads, kv_heads, _ = config.heads
     layout = config.layout(device.platform)
-    use = Use(layout, q_heads // kv_heads, config.sinks, capability(device))
+    use = Use(layout, q_heads // kv_heads, config.sinks, compute_capability(device))
     refused = implementation.refuses(use)
     if refused is None and implementation.layout(layout) != layout:
         refused = "has a layout of its own"
@@ -152,7 +152,9 @@ def _attention(
     num_items = items_bound(config.rows, NUM_SEQS, block_q)
     if split:
         assert tuned.chunk_kv is not None
-        num_items = split_items_bound(NUM_SEQS, config.longest, tuned.chunk_kv, config.window)
+        num_items = split_items_bound(
+            NUM_SEQS, config.longest, tuned.chunk_kv, config.window, block_q
+        )
 
     @jax.jit
     def call(

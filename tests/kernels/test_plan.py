@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pallas_kernels import Plan, items_bound, make_plan, reference
+from pallas_kernels import Plan, items_bound, make_plan, reference, split_items_bound
 from tests.kernels.paged import quick_options
 
 NUM_SEQS = 5
@@ -125,3 +125,19 @@ def test_items_past_the_size_are_lost_and_nothing_else() -> None:
     short = compiled(4, None, None, num_items=3)(lens, lens)
     assert items(short) == items(compiled(4, None, None)(lens, lens))[:3]
     assert int(short.need) == 2 * NUM_SEQS
+
+
+@pytest.mark.parametrize("block_q", [1, 2, 4])
+@pytest.mark.parametrize("window", [None, 1, 2, 7, 8, 9, 16, 17])
+def test_the_bound_of_split_items_is_the_most_that_any_length_needs(
+    window: int | None, block_q: int
+) -> None:
+    """Sufficient for every length, and no larger than some length needs."""
+    chunk_kv, longest = 8, 64
+    most = 0
+    for length in range(1, longest + 1):
+        for queries in range(1, min(block_q, length) + 1):
+            lens = np.array([length]), np.array([queries])
+            items = reference.plan(*lens, block_q=block_q, chunk_kv=chunk_kv, window=window)
+            most = max(most, len(items))
+    assert most == split_items_bound(1, longest, chunk_kv, window, block_q)

@@ -10,10 +10,13 @@ from pallas_kernels.attention import copy_pages, kv_write, ragged_paged_attentio
 from pallas_kernels.layout import NULL_PAGE, KVLayout, KVPages
 from pallas_kernels.plan import Plan, items_bound, make_plan, split_items_bound
 from pallas_kernels.registry import (
+    AttentionOptions,
+    Fused,
     Implementation,
     Use,
     choose,
     compute_capability,
+    cpu_name,
     implementations,
     select,
 )
@@ -21,6 +24,8 @@ from pallas_kernels.tuning import Launch, Tuned
 
 __all__ = [
     "NULL_PAGE",
+    "AttentionOptions",
+    "Fused",
     "Implementation",
     "KVLayout",
     "KVPages",
@@ -31,6 +36,7 @@ __all__ = [
     "choose",
     "compute_capability",
     "copy_pages",
+    "cpu_name",
     "implementations",
     "items_bound",
     "kv_write",

@@ -54,6 +54,32 @@ Write = Callable[
 ]
 
 
+Fused = Callable[
+    [
+        jax.Array,  # qkv
+        jax.Array,  # cos
+        jax.Array,  # sin
+        jax.Array,  # slots
+        KVPages,
+        jax.Array,  # block_tables
+        jax.Array,  # decode_lens
+        jax.Array,  # chunk_kv_lens
+        jax.Array,  # chunk_cu_lens
+        jax.Array | None,  # sinks
+        AttentionOptions,
+    ],
+    tuple[jax.Array, KVPages],
+]
+"""A step's whole attention of one layer: rotate, write the cells, attend.
+
+`qkv` is f32[rows, kv_heads, group + 2, head_dim]: the queries, the key and the value of each KV
+head, none of them rotated; `cos` and `sin` are f32[rows, head_dim / 2] and `slots` as in
+`kv_write`.  The first rows are one token of each sequence, with `decode_lens` keys (0 for none);
+the rows after them are chunk tokens, as `cu_q_lens` and `kv_lens` of `ragged_paged_attention` say.
+Returns attention as [rows, q_heads, head_dim] in the type of the pages, and the pages.
+"""
+
+
 @dataclass(frozen=True)
 class Use:
     """What a caller wants an implementation for."""
@@ -104,6 +130,8 @@ class Implementation:
     """The layout it needs, given the plain one of the same sizes."""
     most_pages: Callable[[KVLayout, int], int] = _all_pages
     """The most pages, no more than those asked for, that it can read in one device's cache."""
+    fused: Fused | None = None
+    """The three operations of a step's layer in one call, if it has that."""
     refusal: Callable[[Use], str | None] = _anything
     """The limit that a use exceeds, in words that follow the implementation's name; or None."""
 
@@ -118,13 +146,28 @@ class Implementation:
 def implementations() -> dict[str, Implementation]:
     """All implementations by name, those preferred by "auto" first."""
     from pallas_kernels import dense, mosaic, tpu, triton, xla
+    from pallas_kernels.cpu import attention as cpu
+    from pallas_kernels.cpu import best_first
+    from pallas_kernels.cpu.layout import cpu_layout
     from pallas_kernels.tpu_layout import tpu_layout
 
     everywhere = ("cpu", "gpu", "tpu")
     on_gpu = ("gpu",)
     interpreted = (partial(triton.attention, interpret=True), partial(triton.write, interpret=True))
     on_tpu = ("tpu",)
+    on_cpu = ("cpu",)
+    compiled = (
+        Implementation(
+            name=cpu_name(instructions.name),
+            platforms=on_cpu,
+            automatic=(),  # a caller that has built them knows their name
+            layout=cpu_layout,
+            **cpu.forms(instructions.name),
+        )
+        for instructions in best_first()
+    )
     known = (
+        *compiled,
         Implementation(
             "pallas_triton",
             triton.attention,
@@ -160,6 +203,11 @@ def implementations() -> dict[str, Implementation]:
         ),
     )
     return {implementation.name: implementation for implementation in known}
+
+
+def cpu_name(instructions: str) -> str:
+    """Name of the implementation by the CPU kernels of an instruction set."""
+    return f"cpu_{instructions}"
 
 
 def select(name: str, use: Use) -> tuple[Implementation, KVLayout]:

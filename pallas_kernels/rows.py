@@ -1,4 +1,4 @@
-"""Which sequence a query row belongs to, and how many keys it sees."""
+"""What is known of single rows: their sequence, how many keys they see, their rotation."""
 
 from __future__ import annotations
 
@@ -21,3 +21,14 @@ def row_positions(
     seq = jnp.where(inside, seq, 0)
     seen = kv_lens[seq] - (cu_q_lens[seq + 1] - 1 - row)
     return seq, jnp.where(inside & (kv_lens[seq] > 0), jnp.maximum(seen, 0), 0)
+
+
+def rotate_half(
+    x: jax.Array,  # [rows, heads, head_dim]
+    cos: jax.Array,  # f32[rows, head_dim / 2]
+    sin: jax.Array,  # f32[rows, head_dim / 2]
+) -> jax.Array:  # f32[rows, heads, head_dim]
+    """Rotate the first half of each head against its second (RoPE, arXiv:2104.09864)."""
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    c, s = cos[:, None], sin[:, None]
+    return jnp.concatenate([first * c - second * s, second * c + first * s], axis=-1)

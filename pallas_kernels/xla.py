@@ -17,7 +17,7 @@ from jax import lax
 from pallas_kernels.layout import NULL_PAGE, KVLayout, KVPages
 from pallas_kernels.plan import Plan
 from pallas_kernels.registry import AttentionOptions
-from pallas_kernels.rows import row_positions
+from pallas_kernels.rows import rotate_half, row_positions
 from pallas_kernels.softmax import MASK
 
 
@@ -56,9 +56,7 @@ def write(
 ) -> KVPages:
     """`kv_write` in plain XLA."""
     if cos is not None and sin is not None:
-        first, second = jnp.split(k.astype(jnp.float32), 2, axis=-1)
-        c, s = cos[:, None], sin[:, None]
-        k = jnp.concatenate([first * c - second * s, second * c + first * s], -1).astype(k.dtype)
+        k = rotate_half(k, cos, sin).astype(k.dtype)
     return layout.store(pages, k, v, slots)
 
 

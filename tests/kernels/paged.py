@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pallas_kernels import KVLayout, KVPages, items_bound, make_plan, ragged_paged_attention
+from pallas_kernels.cpu.layout import CPULayout, cpu_layout
 
 NUM_SEQS = 8
 PAGES_PER_SEQ = 5
@@ -270,6 +271,25 @@ def held(
     return KVPages(narrow.view(layout.storage_dtype), scales)
 
 
+def layout_of(config: Config, form: Form) -> KVLayout:
+    """The layout that the form's implementation reads."""
+    plain = config.layout(form.platform)
+    return cpu_layout(plain) if form.implementation.startswith("cpu_") else plain
+
+
+def held_for(config: Config, form: Form, cells: Array) -> KVPages:
+    """Cells as the form's layout stores them."""
+    plain = held(config, form.platform, cells)
+    if not isinstance(layout_of(config, form), CPULayout):
+        return plain
+    stored = np.asarray(plain.cells)
+    pages, _, heads, size, dim = stored.shape
+    k = stored[:, 0].reshape(pages, heads, size, dim // 2, 2).swapaxes(2, 3)
+    v = stored[:, 1].reshape(pages, heads, size // 2, 2, dim).swapaxes(3, 4)
+    both = [x.reshape(pages, heads, 1, size * dim) for x in (k, v)]
+    return KVPages(np.concatenate(both, axis=2))
+
+
 def sinks(config: Config) -> Array | None:
     """The sink of each head, some larger than any logit."""
     if not config.sinks:
@@ -279,7 +299,7 @@ def sinks(config: Config) -> Array | None:
 
 def build(config: Config, form: Form) -> Callable[..., jax.Array]:
     """The operation, to be compiled once for all data of a configuration."""
-    layout = config.layout(form.platform)
+    layout = layout_of(config, form)
     block_q = config.decode_rows if form.split else BLOCK_Q
     if form.split:
         num_items = NUM_SEQS * -(-config.longest // config.chunk_kv)
@@ -356,7 +376,7 @@ def attend(
     if joined is not None and sink is not None:
         joined = np.full_like(joined, sink)
     call = compiled(config, form)
-    stored = held(config, form.platform, cells)
+    stored = held_for(config, form, cells)
     lengths = (case.kv_lens, case.cu_q_lens)
     out = np.asarray(call(case.q, stored, _wild(config, case, tables), *lengths, joined))
     assert call._cache_size() == 1  # type: ignore[attr-defined]

@@ -1,0 +1,125 @@
+"""The kernels as functions of JAX arrays.
+
+Weights are `[panels, steps, 32, per_step]` of `packing.pack`; `extra` is empty for bfloat16
+weights, and for int8 ones `(scales f32[panels * 32], offsets i32[panels * 32])`, where an offset
+is -128 times the sum of its output's weights.  Products of int8 weights quantise each row to 8
+bits by its largest magnitude (LLM.int8, arXiv:2208.07339, without its outlier part).  All results
+are exact functions of their row: no other row can change a bit of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels.cpu.library import target
+
+Extra = tuple[jax.Array, ...]
+
+
+def linear(
+    kernels: str,
+    x: jax.Array,  # bf16[rows, k]
+    weight: jax.Array,
+    extra: Extra,
+    outputs: int,
+) -> jax.Array:  # f32[rows, outputs]
+    """`x @ weight.T`, accumulated in float32 (bfloat16) or exactly (int8)."""
+    out = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
+    rows: jax.Array = _call(kernels, "linear", out)(x, weight, *extra)
+    return rows
+
+
+def linear_add(
+    kernels: str,
+    x: jax.Array,  # bf16[rows, k]
+    weight: jax.Array,
+    extra: Extra,
+    residual: jax.Array,  # f32[rows, outputs]
+) -> jax.Array:  # f32[rows, outputs]
+    """`residual + x @ weight.T`."""
+    out = jax.ShapeDtypeStruct(residual.shape, jnp.float32)
+    rows: jax.Array = _call(kernels, "linear_add", out)(x, weight, residual, *extra)
+    return rows
+
+
+def norm_linear(
+    kernels: str,
+    x: jax.Array,  # f32[rows, k]
+    gain: jax.Array,  # bf16[k]
+    eps: float,
+    weight: jax.Array,
+    extra: Extra,
+    outputs: int,
+) -> jax.Array:  # f32[rows, outputs]
+    """`rms_norm(x) * gain`, rounded to the weights' type, times the weights."""
+    out = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
+    rows: jax.Array = _call(kernels, "norm_linear", out)(
+        x, gain, weight, *extra, eps=np.float32(eps)
+    )
+    return rows
+
+
+def norm_swiglu(
+    kernels: str,
+    x: jax.Array,  # f32[rows, k]
+    gain: jax.Array,  # bf16[k]
+    eps: float,
+    weight: jax.Array,  # gates and ups as `packing.interleave` orders them
+    extra: Extra,
+    width: int,
+) -> jax.Array:  # bf16[rows, width]
+    """`silu(gate) * up` of `norm_linear`'s result (SwiGLU, arXiv:2002.05202)."""
+    out = jax.ShapeDtypeStruct((x.shape[0], width), jnp.bfloat16)
+    rows: jax.Array = _call(kernels, "norm_swiglu", out)(
+        x, gain, weight, *extra, eps=np.float32(eps)
+    )
+    return rows
+
+
+def norm_argmax(
+    kernels: str,
+    x: jax.Array,  # f32[rows, k]
+    gain: jax.Array,  # bf16[k]
+    eps: float,
+    weight: jax.Array,
+    extra: Extra,
+    outputs: int,
+) -> tuple[jax.Array, jax.Array]:  # i32[rows], f32[rows]
+    """Lowest output of the largest value of `norm_linear`, and the value; no logits are written.
+
+    The value is NaN if any of the row's is NaN or infinite.
+    """
+    rows = x.shape[0]
+    out = (
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+        jax.ShapeDtypeStruct((rows,), jnp.float32),
+    )
+    token, most = _call(kernels, "norm_argmax", out)(
+        x, gain, weight, *extra, eps=np.float32(eps), outputs=np.int32(outputs)
+    )
+    return token, most
+
+
+def weight_rows(
+    kernels: str,
+    tokens: jax.Array,  # i32[rows]
+    weight: jax.Array,
+    extra: Extra,
+    outputs: int,
+    inputs: int,
+) -> jax.Array:  # f32[rows, inputs]
+    """Rows of `[outputs, inputs]` weights, which a head and an embedding may share."""
+    out = jax.ShapeDtypeStruct((tokens.shape[0], inputs), jnp.float32)
+    call = _call(kernels, "weight_rows", out)
+    rows: jax.Array = call(tokens, weight, *extra, outputs=np.int32(outputs))
+    return rows
+
+
+def _call(kernels: str, operation: str, out: Any) -> Callable[..., Any]:
+    call: Callable[..., Any] = jax.ffi.ffi_call(target(kernels, operation), out)
+    return call

@@ -1,0 +1,240 @@
+// Products of rows with packed weights: x [M, K] times w [N, K] transposed, panel by panel.
+//
+// A panel is 32 outputs wide: [steps, 32, 4 bytes], where a step is two bfloat16 or four 8-bit
+// inputs of each output, so that a register holds one step of 16 outputs and a broadcast of four
+// bytes of a row meets it.  The same bytes are what AMX tiles want.  K is padded with zeros to 16
+// steps.  A result is a chain of accumulations over k in order, one output of one row in one lane
+// or tile element: its bits do not depend on how many rows there are.
+#pragma once
+#include <cstring>
+#include <type_traits>
+#include <vector>
+
+#include "simd.h"
+#include "team.h"
+#if defined(JAXSERVE_AMX)
+#include "amx.h"
+#endif
+
+namespace jaxserve {
+
+constexpr int kPanel = 32;           // outputs of a panel
+constexpr int kStepBytes = 4;        // of one row or one output
+constexpr int kTileSteps = 16;       // K is padded to a multiple of this
+constexpr int kPanelStep = kPanel * kStepBytes;
+
+struct Weights {
+  const uint8_t* data = nullptr;
+  const float* scale = nullptr;       // per output, 8-bit weights only
+  const int32_t* offset = nullptr;    // per output, -128 times the sum of its weights
+  int outputs = 0, inputs = 0, steps = 0;
+
+  bool is_8bit() const { return scale != nullptr; }
+  int panels() const { return (outputs + kPanel - 1) / kPanel; }
+  const uint8_t* panel(int p) const { return data + size_t(p) * steps * kPanelStep; }
+};
+
+// The rows on the other side of a product, in the type of the weights and padded like them.
+struct Rows {
+  const uint8_t* data = nullptr;
+  long stride = 0;                    // bytes
+  int count = 0;
+  const float* scale = nullptr;       // per row, for 8-bit weights; the bytes are 128 too high
+};
+
+#if defined(__AVX512F__)
+constexpr int kTileRows = 12;  // 24 accumulators of 32 registers
+#else
+constexpr int kTileRows = 2;   // 8 accumulators of 16 registers
+#endif
+constexpr int kBlockSteps = 1024;     // of K at once: 128 KiB of a panel, well within L2
+
+// c [rows, 32] += a [rows, steps] times one panel.
+template <int kRows, class Lane>
+void tile(const uint8_t* a, long stride, const uint8_t* w, int steps, const uint8_t* ahead,
+          Lane* c) {
+  using Vector = decltype(load(c));
+  Vector sum[kRows][2];
+#pragma GCC unroll 16
+  for (int m = 0; m < kRows; m++) {
+    sum[m][0] = load(c + m * kPanel);
+    sum[m][1] = load(c + m * kPanel + kLanes);
+  }
+  for (int s = 0; s < steps; s++) {
+    const Packed low = load_packed(w + s * kPanelStep), high = load_packed(w + s * kPanelStep + 64);
+    if (ahead) _mm_prefetch((const char*)ahead + s * 64, _MM_HINT_T1);
+#pragma GCC unroll 16
+    for (int m = 0; m < kRows; m++) {
+      const Packed x = all_packed(a + m * stride + s * kStepBytes);
+      sum[m][0] = dot(sum[m][0], x, low);
+      sum[m][1] = dot(sum[m][1], x, high);
+    }
+  }
+#pragma GCC unroll 16
+  for (int m = 0; m < kRows; m++) {
+    store(c + m * kPanel, sum[m][0]);
+    store(c + m * kPanel + kLanes, sum[m][1]);
+  }
+}
+
+template <int kRows, class Lane>
+void tile_of(int rows, const uint8_t* a, long stride, const uint8_t* w, int steps,
+             const uint8_t* ahead, Lane* c) {
+  if constexpr (kRows > 0) {
+    if (rows == kRows) return tile<kRows>(a, stride, w, steps, ahead, c);
+    tile_of<kRows - 1>(rows, a, stride, w, steps, ahead, c);
+  }
+}
+
+#if defined(JAXSERVE_AMX)
+
+template <bool k8Bit, bool kTwo>
+void amx_tile(const uint8_t* a, long stride, const uint8_t* w, int steps, uint8_t* c) {
+  constexpr long kRow = kPanel * 4, kTileBytes = kTileSteps * kStepBytes;
+  tile_zero<0>();
+  tile_zero<1>();
+  if (kTwo) {
+    tile_zero<2>();
+    tile_zero<3>();
+  }
+  for (int s = 0; s < steps; s += kTileSteps) {
+    const uint8_t *b = w + s * kPanelStep, *x = a + s * kStepBytes;
+    for (int i = 0; i < kTileSteps * 2; i++)
+      _mm_prefetch((const char*)b + 4096 + i * kTileBytes, _MM_HINT_T0);
+    tile_load<4>(x, stride);
+    tile_load<6>(b, kPanelStep);
+    tile_load<7>(b + 64, kPanelStep);
+    if constexpr (k8Bit) {
+      tile_dot_i8<0, 4, 6>();
+      tile_dot_i8<1, 4, 7>();
+    } else {
+      tile_dot_bf16<0, 4, 6>();
+      tile_dot_bf16<1, 4, 7>();
+    }
+    if constexpr (kTwo) {
+      tile_load<5>(x + 16 * stride, stride);
+      if constexpr (k8Bit) {
+        tile_dot_i8<2, 5, 6>();
+        tile_dot_i8<3, 5, 7>();
+      } else {
+        tile_dot_bf16<2, 5, 6>();
+        tile_dot_bf16<3, 5, 7>();
+      }
+    }
+  }
+  tile_store<0>(c, kRow);
+  tile_store<1>(c + 64, kRow);
+  if (kTwo) {
+    tile_store<2>(c + 16 * kRow, kRow);
+    tile_store<3>(c + 16 * kRow + 64, kRow);
+  }
+}
+
+inline void amx_shapes(int first, int second) {
+  TileShapes shapes;
+  for (int tile : {0, 1, 4}) shapes.set(tile, first);
+  for (int tile : {2, 3, 5}) shapes.set(tile, second);
+  for (int tile : {6, 7}) shapes.set(tile, 16);
+  tile_shapes(shapes);
+}
+
+// c [M, 32] = rows times one panel; 32 rows at a time, the last ones with smaller tiles.
+template <class Lane>
+void panel_product(const Rows& rows, const uint8_t* w, int steps, Lane* c) {
+  constexpr bool k8Bit = std::is_same_v<Lane, int32_t>;
+  for (int m = 0; m < rows.count; m += 32) {
+    const int left = rows.count - m, first = std::min(left, 16);
+    const int second = std::max(0, std::min(left - 16, 16));
+    if (m == 0 || left < 32) amx_shapes(first, second);
+    const uint8_t* a = rows.data + m * rows.stride;
+    uint8_t* out = reinterpret_cast<uint8_t*>(c + m * kPanel);
+    if (second) {
+      amx_tile<k8Bit, true>(a, rows.stride, w, steps, out);
+    } else {
+      amx_tile<k8Bit, false>(a, rows.stride, w, steps, out);
+    }
+  }
+}
+inline void panels_done() { tile_release(); }
+
+#else
+
+// c [M, 32] = rows times one panel; the rows in equal parts of at most `kTileRows`.
+template <class Lane>
+void panel_product(const Rows& rows, const uint8_t* w, int steps, Lane* c) {
+  const int parts = (rows.count + kTileRows - 1) / kTileRows;
+  memset(c, 0, sizeof(Lane) * rows.count * kPanel);
+  for (int s = 0; s < steps; s += kBlockSteps) {
+    const int count = std::min(kBlockSteps, steps - s);
+    for (int part = 0; part < parts; part++) {
+      const int begin = int(long(rows.count) * part / parts);
+      const int end = int(long(rows.count) * (part + 1) / parts);
+      // The next panel is brought near while this one is used: half of it in each of two parts.
+      const uint8_t* next = w + size_t(steps + s) * kPanelStep;
+      const uint8_t* ahead = part > 1 ? nullptr : next + size_t(part) * count * 64;
+      tile_of<kTileRows>(end - begin, rows.data + begin * rows.stride + s * kStepBytes,
+                         rows.stride, w + size_t(s) * kPanelStep, count, ahead,
+                         c + begin * kPanel);
+    }
+  }
+}
+inline void panels_done() {}
+
+#endif
+
+// Memory of the calling thread that grows and stays: allocating megabytes anew in every call would
+// fault in every page of them.
+template <class T, int kWhich = 0>
+T* scratch(size_t count) {
+  thread_local std::vector<uint8_t> memory;
+  const size_t bytes = count * sizeof(T) + 128;
+  if (memory.size() < bytes) memory.resize(bytes + bytes / 2);
+  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
+}
+
+// How a panel's accumulators become numbers: lane group `half` of row m.
+struct PanelValues {
+  const Rows& rows;
+  const Weights& weights;
+  int panel;
+  const void* sums;
+
+  F16 operator()(int m, int half) const {
+    const int at = m * kPanel + half * kLanes, n = panel * kPanel + half * kLanes;
+    if (!weights.is_8bit()) return load(static_cast<const float*>(sums) + at);
+    const I16 exact = load(static_cast<const int32_t*>(sums) + at) + load(weights.offset + n);
+    return to_f(exact) * all(rows.scale[m]) * load(weights.scale + n);
+  }
+};
+
+// Calls finish(values, chunk) for every panel; chunks are runs of panels done by one thread.
+template <class Finish>
+void product(xla::ffi::ThreadPool& pool, const Rows& rows, const Weights& weights, int chunks,
+             const Finish& finish) {
+  const int panels = weights.panels();
+  Team::instance().each(pool, chunks, [&](int chunk) {
+    auto run = [&](auto* sums) {
+      const int end = int(long(panels) * (chunk + 1) / chunks);
+      for (int p = int(long(panels) * chunk / chunks); p < end; p++) {
+        panel_product(rows, weights.panel(p), weights.steps, sums);
+        finish(PanelValues{rows, weights, p, sums}, chunk);
+      }
+    };
+    const size_t size = size_t(rows.count) * kPanel;
+    if (weights.is_8bit()) {
+      run(scratch<int32_t, 1>(size));
+    } else {
+      run(scratch<float, 1>(size));
+    }
+    panels_done();
+  });
+}
+
+// Few rows: runs long enough to stream.  Many: single panels, for an even end.
+inline int num_chunks(xla::ffi::ThreadPool& pool, int panels, int rows) {
+  const int threads = int(pool.num_threads());
+  const int per_thread = rows >= 64 ? 16 : 6;
+  return std::max(1, std::min(panels, threads * per_thread));
+}
+
+}  // namespace jaxserve

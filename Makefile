@@ -17,7 +17,7 @@ NEWER_PYTHON := $(call first_python,(3$(comma) 12),python3.12 python3.13 $(wildc
 DEVICELESS_PYTHON := $(or $(NEWER_PYTHON),$(PYTHON))
 DEVICELESS_JAX := $(if $(NEWER_PYTHON),$(lastword $(NEWER_JAX)),0.10.2)
 
-.PHONY: demo test test-newer-jax test-long test-deviceless install clean
+.PHONY: demo test test-newer-jax test-long test-deviceless bench-peers install clean
 .DELETE_ON_ERROR:
 
 demo: $(INSTALLED)
@@ -66,6 +66,11 @@ test-long: $(INSTALLED)
 	$(BIN)/jaxserve fetch
 	$(BIN)/python -m pytest -m slow
 
+# Beside other engines: an hour or so on a machine that does nothing else.  Options go into PEERS.
+bench-peers: $(INSTALLED)
+	$(PIP) install --quiet --editable '.[plot]'
+	$(BIN)/python -m benchmarks.peers $(PEERS)
+
 install: $(INSTALLED)
 
 # Written last, so that an interrupted install is repeated and a finished one is not.
@@ -78,4 +83,4 @@ $(INSTALLED): pyproject.toml
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-* build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-* .peers build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -207,6 +207,7 @@ def main() -> None:
         max_num_batched_tokens=512,
         prefill_buckets=(256,),
         batch_buckets=tuple(sorted(args.slots)),
+        multi_step=1,
     )
     bare = recipe(llm.model_config, llm.params)
     for slots in args.slots:

@@ -6,7 +6,10 @@ device.  Tokens of decoding sequences are not in it: the device fed them back to
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import jax
@@ -15,7 +18,7 @@ import numpy.typing as npt
 from jax import lax
 
 from jaxserve.shapes import StepShape
-from scheduler import StepPlan
+from scheduler import ScheduledTokens, StepPlan
 
 DECODES = 1
 """Row flag: the sequence computes its one token in its sequence row."""
@@ -24,11 +27,12 @@ SAMPLES = 2
 
 
 class Batch(NamedTuple):
-    """One step's work on the device."""
+    """One dispatch's work on the device."""
 
+    num_steps: jax.Array  # i32[1], at most the layout's max_steps
     slot: jax.Array  # i32[rows], num_slots for an unused row
     start: jax.Array  # i32[rows], position of the first token computed
-    length: jax.Array  # i32[rows], tokens computed; 0 for an unused row
+    length: jax.Array  # i32[rows], tokens computed, by a decode one a step; 0 for an unused row
     flags: jax.Array  # i32[rows], DECODES and SAMPLES
     last: jax.Array  # i32[rows], model row of the last token computed
     token: jax.Array  # i32[chunk]
@@ -46,20 +50,23 @@ class BatchLayout:
     shape: StepShape
     num_slots: int
     page_size: int
+    max_steps: int = 1
+    """Most decode steps of one dispatch; 1 in shapes with chunk rows."""
 
     @property
     def num_deltas(self) -> int:
-        """Most pages that one step can add to block tables.
+        """Most pages that one dispatch can add to block tables.
 
         A run of tokens touches at most one page more than it fills.
         """
-        return 2 * self.shape.rows + self.shape.chunk // self.page_size
+        per_row = 1 + -(-self.max_steps // self.page_size)
+        return per_row * self.shape.rows + self.shape.chunk // self.page_size
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Length of each part."""
+        """Length of each part, in the order of `Batch`."""
         rows, chunk, deltas = self.shape.rows, self.shape.chunk, self.num_deltas
-        return (rows,) * 5 + (chunk,) * 3 + (deltas,) * 3
+        return (1,) + (rows,) * 5 + (chunk,) * 3 + (deltas,) * 3
 
     @property
     def packed_size(self) -> int:
@@ -68,24 +75,31 @@ class BatchLayout:
 
     def unpack(self, packed: jax.Array) -> Batch:
         """The parts, as slices on the device."""
-        ends = np.cumsum(self.lengths)
-        starts = ends - self.lengths
-        return Batch(
-            *(lax.slice(packed, (int(a),), (int(b),)) for a, b in zip(starts, ends, strict=True))
-        )
+        return Batch(*(lax.slice(packed, (a,), (b,)) for a, b in self._bounds))
 
     def empty(self) -> npt.NDArray[np.int32]:
-        """A packed batch without any work."""
-        packed = np.zeros(self.packed_size, np.int32)
-        parts = Batch(*self.views(packed))  # type: ignore[arg-type]  # arrays of the host
-        parts.slot[:] = self.num_slots
-        parts.row[:] = self.shape.rows
-        parts.page_slot[:] = self.num_slots
-        return packed
+        """A packed batch of one step without any work."""
+        return self._empty.copy()
 
     def views(self, packed: npt.NDArray[np.int32]) -> list[npt.NDArray[np.int32]]:
         """The parts, as writable views on the host."""
-        return np.split(packed, np.cumsum(self.lengths)[:-1])
+        return [packed[a:b] for a, b in self._bounds]
+
+    @cached_property
+    def _bounds(self) -> tuple[tuple[int, int], ...]:
+        ends = tuple(itertools.accumulate(self.lengths))
+        return tuple(zip((0, *ends[:-1]), ends, strict=True))
+
+    @cached_property
+    def _empty(self) -> npt.NDArray[np.int32]:
+        packed = np.zeros(self.packed_size, np.int32)
+        parts = Batch(*self.views(packed))  # type: ignore[arg-type]  # arrays of the host
+        parts.num_steps[:] = 1
+        parts.slot[:] = self.num_slots
+        parts.last[:] = np.arange(self.shape.rows)  # of a decode row
+        parts.row[:] = self.shape.rows
+        parts.page_slot[:] = self.num_slots
+        return packed
 
 
 def pack_batch(plan: StepPlan, layout: BatchLayout) -> npt.NDArray[np.int32]:
@@ -98,27 +112,50 @@ def pack_batch(plan: StepPlan, layout: BatchLayout) -> npt.NDArray[np.int32]:
     Returns:
         i32[layout.packed_size].
     """
+    assert plan.num_steps <= layout.max_steps, (plan.num_steps, layout)
     packed = layout.empty()
-    slot, start, length, flags, last, token, position, row, *deltas = layout.views(packed)
-    page_slot, page_index, page = deltas
-    filled = added = 0
-    admitted = {id(seq) for seq in plan.admitted}
-    for i, entry in enumerate(plan.entries):
-        slot[i], start[i], length[i] = entry.slot, entry.start, entry.count
-        flags[i] = DECODES * entry.is_decode | SAMPLES * entry.samples
-        if entry.is_decode:
-            last[i] = i
-        else:
-            end = filled + entry.count
-            token[filled:end] = entry.seq.token_ids[entry.start : entry.start + entry.count]
-            position[filled:end] = np.arange(entry.start, entry.start + entry.count)
-            row[filled:end] = i
-            last[i] = layout.shape.rows + end - 1
-            filled = end
-        if entry.new_pages and id(entry.seq) not in admitted:  # set_slot sent the whole table
-            new = added + len(entry.new_pages)
-            page_slot[added:new] = entry.slot
-            page_index[added:new] = np.arange(new - added) + entry.first_new_page
-            page[added:new] = entry.new_pages
-            added = new
+    views = layout.views(packed)
+    entries, used = plan.entries, len(plan.entries)
+    # One list per part: NumPy converts a list several times faster than it stores its numbers.
+    steps, slot, start, length, flags = views[:5]
+    steps[0] = plan.num_steps
+    slot[:used] = [entry.slot for entry in entries]
+    start[:used] = [entry.start for entry in entries]
+    length[:used] = [entry.count for entry in entries]
+    flags[:used] = [DECODES * entry.is_decode | SAMPLES * entry.samples for entry in entries]
+    if layout.shape.chunk:
+        _pack_chunk(entries, layout.shape.rows, views[5:9])
+    admitted = {id(seq) for seq in plan.admitted}  # `set_slot` sent their whole tables
+    changed = [e for e in entries if e.new_pages and id(e.seq) not in admitted]
+    _pack_deltas(changed, views[9:])
     return packed
+
+
+def _pack_chunk(
+    entries: Iterable[ScheduledTokens], rows: int, views: Sequence[npt.NDArray[np.int32]]
+) -> None:
+    """Fill in `last`, `token`, `position` and `row` of the entries that prefill."""
+    last, token, position, row = views
+    filled = 0
+    for i, entry in enumerate(entries):
+        if not entry.is_decode:
+            end = filled + entry.count
+            token[filled:end] = entry.token_ids
+            position[filled:end] = np.arange(entry.start, entry.end)
+            row[filled:end] = i
+            last[i] = rows + end - 1
+            filled = end
+
+
+def _pack_deltas(
+    entries: Iterable[ScheduledTokens], views: Sequence[npt.NDArray[np.int32]]
+) -> None:
+    """Fill in `page_slot`, `page_index` and `page` of the entries with new pages."""
+    page_slot, page_index, page = views
+    added = 0
+    for entry in entries:
+        end = added + len(entry.new_pages)
+        page_slot[added:end] = entry.slot
+        page_index[added:end] = np.arange(entry.first_new_page, entry.first_new_page + end - added)
+        page[added:end] = entry.new_pages
+        added = end

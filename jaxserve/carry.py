@@ -46,6 +46,7 @@ class Carry(NamedTuple):
     bias_ids: jax.Array  # i32[slots, MAX_LOGIT_BIAS], vocab where unused
     bias_values: jax.Array  # f32[slots, MAX_LOGIT_BIAS]
     end_ids: jax.Array  # i32[slots, MAX_STOP_IDS], vocab where unused
+    ended: jax.Array  # bool[slots], by a token of end_ids or by logits that are not finite
     allowed: jax.Array  # i32[slots, ceil(vocab / 32)], packed bits
 
 
@@ -82,6 +83,7 @@ class CarrySizes:
             bias_ids=i32(slots, MAX_LOGIT_BIAS),
             bias_values=f32(slots, MAX_LOGIT_BIAS),
             end_ids=i32(slots, MAX_STOP_IDS),
+            ended=of(np.bool_, slots),
             allowed=i32(slots, self.allowed_words),
         )
 
@@ -139,7 +141,8 @@ class SlotPacker:
             params: the request's sampling parameters.
             seed: the request's seed, its own or one drawn for it.
             sample_index: which of the request's `n` samples.
-            end_ids: tokens that `min_tokens` holds back.
+            end_ids: tokens that end the sequence, which `min_tokens` holds back.  The device
+                knows the lowest `MAX_STOP_IDS`; the host finds the others.
             token_ids: prompt and output so far.
             num_prompt: how many of them are prompt.
             block_table: the sequence's pages.
@@ -177,8 +180,8 @@ class SlotPacker:
         view["bias_ids"][: len(bias)] = list(bias.keys())
         view["bias_values"].view(np.float32)[: len(bias)] = list(bias.values())
         view["end_ids"][:] = self._sizes.vocab_size
-        if params.min_tokens > 0:
-            view["end_ids"][: len(end_ids)] = sorted(end_ids)
+        known = sorted(end_ids)[:MAX_STOP_IDS]
+        view["end_ids"][: len(known)] = known
         view["allowed"][:] = self._allowed(params.allowed_token_ids)
         return packed
 
@@ -239,5 +242,6 @@ def set_slot(carry: Carry, packed: jax.Array, sizes: CarrySizes) -> Carry:
         bias_ids=carry.bias_ids.at[slot].set(part["bias_ids"]),
         bias_values=carry.bias_values.at[slot].set(float32("bias_values")),
         end_ids=carry.end_ids.at[slot].set(part["end_ids"]),
+        ended=carry.ended.at[slot].set(False),
         allowed=carry.allowed.at[slot].set(part["allowed"]),
     )

@@ -25,7 +25,13 @@ ATTENTION_BACKENDS = (
     "pallas_interpret",
     "tpu",
     "reference",
+    "cpu_amx",
+    "cpu_avx512_bf16",
+    "cpu_avx512",
+    "cpu_avx2",
 )
+QUANTIZATIONS = ("none", "int8")
+CPU_KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -54,6 +60,9 @@ class EngineConfig:
     tokenizer: str | None = _option(None, "Directory or tokenizer.json; the model's own if absent.")
     chat_template: str | None = _option(None, "File with a Jinja chat template to use instead.")
     dtype: str = _option("auto", "Type of weights and KV; auto is bfloat16 everywhere.", DTYPES)
+    quantization: str = _option(
+        "none", "Form of the weights: as they are, or 8 bits in groups of 32.", QUANTIZATIONS
+    )
     kv_cache_dtype: str = _option(
         "auto",
         "Type of the KV pages: the model's (auto), or 8 bits with a scale per token and head.",
@@ -81,6 +90,10 @@ class EngineConfig:
         "fcfs", "Order of admission: first come, or by priority first.", SCHEDULING_POLICIES
     )
     async_scheduling: bool = _option(True, "Schedule step n+1 while step n runs on the device.")
+    multi_step: int | None = _option(
+        None,
+        "Most decode steps that the device runs by itself while no request waits; 1 turns it off.",
+    )
     batch_buckets: tuple[int, ...] | None = _option(
         None, "Decode batch sizes to compile; doubling up to max_num_seqs if absent."
     )
@@ -98,6 +111,11 @@ class EngineConfig:
     device: str = _option("auto", "Platform to run on.", DEVICES)
     attention_backend: str = _option(
         "auto", "Implementation of attention; auto is the best for the device.", ATTENTION_BACKENDS
+    )
+    cpu_kernels: str = _option(
+        "auto",
+        "Instruction set of the C++ kernels on a CPU, compiled on first use; off leaves it to XLA.",
+        CPU_KERNELS,
     )
     kernel_table: str | None = _option(
         None, "Kernel sizes measured by the tuner; the shipped ones of the GPU if absent."
@@ -169,6 +187,7 @@ _LEAST = {
     "block_size": 1,
     "num_kv_blocks": 2,
     "max_logprobs": 0,
+    "multi_step": 1,
     "tensor_parallel_size": 1,
     "seed": 0,
 }

@@ -29,7 +29,7 @@ from jaxserve.request import Request, Sample, delta, finish_sample, logprob_entr
 from jaxserve.runner import Runner, Ticket
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.shapes import StepShape
-from jaxserve.stats import EngineStats, StepMeter, Stopwatch
+from jaxserve.stats import WAIT, EngineStats, StepMeter
 from jaxserve.stop_strings import StopStrings
 from jaxserve.tokenizer import Tokenizer
 from scheduler import FinishReason, ScheduledTokens, Scheduler, Sequence, StepPlan
@@ -41,6 +41,7 @@ class _Flight(NamedTuple):
     """A dispatched step whose results the host has not read yet."""
 
     plan: StepPlan
+    shape: StepShape
     ticket: Ticket
     prompt_report: jax.Array | None
     """Prompt log-probabilities of the step's chunk rows, if a sequence in it wants them."""
@@ -76,6 +77,7 @@ class Engine:
         self._random = random.Random(seed)
         self._depth = 1 if asynchronous else 0
         self._packer = SlotPacker(runner.spec.sizes)
+        self._layouts = {shape: runner.spec.batch_layout(shape) for shape in runner.shapes.all()}
         self._flights: deque[_Flight] = deque()
         self._requests: dict[str, Request] = {}
         self._samples: dict[Sequence, Sample] = {}
@@ -134,13 +136,12 @@ class Engine:
 
     def step(self) -> list[Delta]:
         """Advance the engine by one step and return what became known."""
-        watch = Stopwatch()
+        self._meter.begin()
         plan = self.scheduler.schedule()
+        self._meter.mark("schedule")
         if plan:
             self._flights.append(self._run(plan))
-        deltas = self._update(watch, keep=self._depth if plan else 0)
-        self._meter.add_time(watch.total_s, watch.waited_s)
-        return deltas
+        return self._update(keep=self._depth if plan else 0)
 
     def output(self, request_id: str) -> RequestOutput:
         """A request's state so far."""
@@ -180,15 +181,18 @@ class Engine:
         steps = meter.steps
         return EngineStats(
             steps=steps,
+            dispatches=meter.dispatches,
             prompt_tokens=meter.prompt_tokens,
             output_tokens=meter.output_tokens,
             slot_utilisation=meter.slot_utilisation,
             padded_share=meter.padded_share,
+            discarded_tokens=now.discarded_tokens - base.discarded_tokens,
             preemptions=now.num_preemptions - base.num_preemptions,
             prefix_query_tokens=now.prefix_query_tokens - base.prefix_query_tokens,
             prefix_hit_tokens=now.prefix_hit_tokens - base.prefix_hit_tokens,
             compilations_after_ready=self.compilations.count,
             host_s_per_step=meter.host_s / steps if steps else None,
+            host_s_by_phase=meter.host_s_by_phase,
             step_s=meter.busy_s / steps if steps else None,
             steps_by_shape=dict(meter.by_shape),
         )
@@ -275,11 +279,14 @@ class Engine:
     def _run(self, plan: StepPlan) -> _Flight:
         for seq in plan.admitted:
             self._admit(seq)
+        self._meter.mark("admit")
         shape = self.runner.shapes.choose(len(plan.entries), plan.num_chunk_tokens)
-        packed = pack_batch(plan, self.runner.spec.batch_layout(shape))
+        packed = pack_batch(plan, self._layouts[shape])
+        self._meter.mark("pack")
         ticket = self.runner.run(packed, shape)
-        self._meter.count(plan, shape)
-        return _Flight(plan, ticket, self._score_prompts(plan, ticket, shape))
+        prompt_report = self._score_prompts(plan, ticket, shape)
+        self._meter.mark("dispatch")
+        return _Flight(plan, shape, ticket, prompt_report)
 
     def _admit(self, seq: Sequence) -> None:
         """Send a newly placed sequence's state to its slot."""
@@ -320,56 +327,63 @@ class Engine:
             and sample.request.params.prompt_logprobs is not None
         )
 
-    def _update(self, watch: Stopwatch, keep: int) -> list[Delta]:
+    def _update(self, keep: int) -> list[Delta]:
+        """Read all but the newest `keep` dispatches; text is made while those run."""
         deltas: list[Delta] = []
         while len(self._flights) > keep:
             flight = self._flights.popleft()
-            with watch:
-                report = self.runner.read(flight.ticket)
-                prompts = self._read_prompts(flight)
+            report = self.runner.read(flight.ticket)
+            prompts = self._read_prompts(flight)
+            self._meter.mark(WAIT)
             if prompts is not None:
                 deltas += self._record_prompts(flight.plan, prompts)
-            deltas += self._record(flight.plan, report)
+            deltas += self._record(flight, report)
+            self._meter.mark("output")
         return deltas
 
-    def _record(self, plan: StepPlan, report: StepOutput) -> list[Delta]:
-        failed = np.flatnonzero(~report.finite[: len(plan.entries)]).tolist()
-        tokens: list[int] = report.token.tolist()
+    def _record(self, flight: _Flight, report: StepOutput) -> list[Delta]:
+        plan = flight.plan
+        num_steps, tokens, failed = report.rows(len(plan.entries))
         update = self.scheduler.update(plan, tokens, failed)
+        self._meter.mark("update")
+        self._meter.count(plan, flight.shape, num_steps, tokens)
         now = time.monotonic()
         deltas = []
-        for row in update.accepted:
-            seq = plan.entries[row].seq
-            deltas.append(self._take_token(self._samples[seq], report, row, tokens[row], now))
+        for row, count in update.accepted:
+            sample = self._samples[plan.entries[row].seq]
+            deltas.append(self._take_tokens(sample, report, row, tokens[row][:count], now))
         for seq in update.finished:
-            sample = self._samples.get(seq)
-            if sample is not None:  # not ended with its last token above
-                deltas.append(self._end_without_token(sample))
+            left = self._samples.get(seq)
+            if left is not None:  # not ended with its last token above
+                deltas.append(self._end_without_token(left))
         return deltas
 
-    def _take_token(
-        self, sample: Sample, report: StepOutput, row: int, token: int, now: float
+    def _take_tokens(
+        self, sample: Sample, report: StepOutput, row: int, tokens: Seq[int], now: float
     ) -> Delta:
-        request, seq = sample.request, sample.seq
-        self._meter.output_tokens += 1
-        request.stamp_token(sample, now)
-        if request.params.logprobs is not None:
-            entry = logprob_entry(report, row, request.params.logprobs, self.tokenizer)
-            sample.logprobs.append(entry)
-            sample.cumulative_logprob += entry[token].logprob
-        text = sample.push(token, ends=seq.stop_token is not None)
+        """Give a sample the tokens of a dispatch, up to one that completes a stop string."""
+        seq, params = sample.seq, sample.request.params
+        text, num_taken = "", 0
+        for step, token in enumerate(tokens):
+            if params.logprobs is not None:
+                entry = logprob_entry(report, (step, row), params.logprobs, self.tokenizer)
+                sample.logprobs.append(entry)
+                sample.cumulative_logprob += entry[token].logprob
+            num_taken += 1
+            is_last = num_taken == len(tokens)
+            text += sample.push(token, ends=is_last and seq.stop_token is not None)
+            if sample.stops.matched is not None:
+                self.scheduler.cut(seq, len(tokens) - num_taken)
+                break
+        self._meter.output_tokens += num_taken
+        sample.request.stamp_tokens(sample, num_taken, now)
         if seq.finish_reason is not None:
             text += self._close(sample, seq.finish_reason)
-        elif sample.stops.matched is not None:
-            self.scheduler.finish(seq, FinishReason.STOP)
-            text += self._close(sample, FinishReason.STOP)
-        return delta(sample, text, (token,))
+        return delta(sample, text, tuple(tokens[:num_taken]))
 
     def _end_without_token(self, sample: Sample) -> Delta:
         reason = sample.seq.finish_reason
         assert reason is not None
-        if reason is FinishReason.ERROR:
-            sample.request.error = NOT_FINITE
         return delta(sample, self._close(sample, reason), ())
 
     def _finish(self, sample: Sample, reason: FinishReason) -> Delta:
@@ -378,6 +392,8 @@ class Engine:
 
     def _close(self, sample: Sample, reason: FinishReason) -> str:
         text = finish_sample(sample, reason)
+        if sample.finish_reason == FinishReason.ERROR.value:
+            sample.request.error = NOT_FINITE
         if sample.finish_reason == FinishReason.STOP.value and sample.stop_reason is None:
             token = sample.seq.stop_token
             sample.stop_reason = None if token in self.end_ids else token
@@ -398,7 +414,6 @@ class Engine:
             if self._scores_prompt(entry.seq):
                 request = self._samples[entry.seq].request
                 if not self._record_prompt(request, report, first, entry):
-                    request.error = NOT_FINITE
                     left = [s for s in request.samples if s.finish_reason is None]
                     deltas += [self._finish(sample, FinishReason.ERROR) for sample in left]
         return deltas

@@ -8,13 +8,13 @@ trusted, like the code itself.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
 import os
 import platform
-import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from importlib import metadata
@@ -23,11 +23,19 @@ from typing import Any
 
 import jax
 from jax.experimental import serialize_executable
+from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled, Lowered
+
+from jaxserve.files import new_file
+from jaxserve.host_memory import trim
+from jaxserve.progress import Progress
+from jaxserve.sources import digest_of_sources
 
 log = logging.getLogger(__name__)
 
 _DIGEST_BYTES = 32
+_NOT_COMPILED = frozenset({"bench", "cli", "loading"})
+"""Subpackages whose code never reaches a compiled program."""
 
 
 @dataclass(frozen=True)
@@ -66,16 +74,24 @@ class ExecutableStore:
         logged, and counted like any other compilation.
         """
         found = {program.name: self._read(program) for program in programs}
-        futures = {
-            program.name: self._pool.submit(self._make, program, found[program.name])
-            for program in programs
-        }
-        wait([futures[name] for name, payload in found.items() if payload is None])
+        missing = [name for name, payload in found.items() if payload is None]
+        with _without_persistent_cache():
+            futures = {
+                program.name: self._pool.submit(self._make, program, found[program.name])
+                for program in programs
+            }
+            self._wait([futures[name] for name in missing])
         return futures
 
     def close(self) -> None:
         """Give up loading what has not been needed."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _wait(self, compiling: list[Future[Compiled]]) -> None:
+        with Progress("compiling", len(compiling), "executables") as progress:
+            for future in compiling:
+                future.add_done_callback(progress.advance)
+            wait(compiling)
 
     def _make(self, program: Program, payload: bytes | None) -> Compiled:
         if payload is not None:
@@ -83,8 +99,12 @@ class ExecutableStore:
                 return self._deserialise(program, payload)
             except Exception as error:  # whatever JAX may raise on an entry it cannot use
                 log.warning("rebuilding %s, which does not load: %s", program.name, error)
+                with contextlib.suppress(OSError):
+                    self._path(program).unlink()  # the next start compiles and keeps it
+                return program.lower().compile()
         compiled = program.lower().compile()
         self._write(self._path(program), compiled)
+        trim()  # what one compilation leaves behind would else add to the peak of the next
         return compiled
 
     def _deserialise(self, program: Program, payload: bytes) -> Compiled:
@@ -117,12 +137,29 @@ class ExecutableStore:
     def _write(self, path: Path, compiled: Compiled) -> None:
         try:
             payload, _, _ = serialize_executable.serialize(compiled)
-            self._directory.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(dir=self._directory, delete=False) as file:
+            with new_file(path) as file:
                 file.write(hashlib.sha256(payload).digest() + payload)
-            os.replace(file.name, path)
         except (OSError, ValueError, NotImplementedError) as error:
             log.warning("not keeping executable %s: %s", path.name, error)
+
+
+@contextlib.contextmanager
+def _without_persistent_cache() -> Iterator[None]:
+    """Turn JAX's own cache off for a while, where the user has turned it on.
+
+    What that cache returns can be serialised and loaded again, but fails when it is called.
+    """
+    settings = jax.config.values
+    if not (settings["jax_compilation_cache_dir"] and settings["jax_enable_compilation_cache"]):
+        yield
+        return
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # makes JAX look at the setting again
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", True)
+        compilation_cache.reset_cache()
 
 
 @functools.cache
@@ -139,7 +176,7 @@ def environment() -> str:
         os.environ.get("XLA_FLAGS", ""),
         platform.machine(),
         _cpu_features() if device.platform == "cpu" else "",
-        _sources(),
+        digest_of_sources(_NOT_COMPILED),
     )
     return "\n".join(parts)
 
@@ -150,21 +187,3 @@ def _cpu_features() -> str:
     except OSError:
         return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), "")
-
-
-_NOT_COMPILED = {"bench", "cli", "loading"}
-"""Subpackages whose code never reaches a compiled program."""
-
-
-def _sources() -> str:
-    """Digest of the sources that decide what is compiled."""
-    import jaxserve
-    import pallas_kernels
-
-    digest = hashlib.sha256()
-    for package in (jaxserve, pallas_kernels):
-        root = Path(next(iter(package.__path__)))
-        for source in sorted(root.rglob("*.py")):
-            if not _NOT_COMPILED & set(source.relative_to(root).parts):
-                digest.update(source.read_bytes())
-    return digest.hexdigest()

@@ -5,6 +5,7 @@ Knows nothing about models.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -61,6 +62,14 @@ def cache_directory(cache_dir: str | None) -> Path:
     return Path(base).expanduser() / "jaxserve"
 
 
+def file_key(path: Path, version: str) -> str:
+    """Sixteen digits that change when a file's place, size, time or the version does."""
+    path = path.resolve()
+    stat = path.stat()
+    identity = f"{version} {path} {stat.st_size} {stat.st_mtime_ns}"
+    return hashlib.sha256(identity.encode()).hexdigest()[:16]
+
+
 @contextmanager
 def new_directory(target: Path) -> Iterator[Path]:
     """Fill a temporary sibling and rename it at the end: the target is complete or absent.
@@ -81,6 +90,23 @@ def new_directory(target: Path) -> Iterator[Path]:
             raise
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+@contextmanager
+def new_file(target: Path) -> Iterator[BinaryIO]:
+    """Write a temporary sibling and rename it at the end: the target is the old or the new one.
+
+    Raises:
+        OSError: the directory or the file cannot be written.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial = target.parent / f".{target.name}.{uuid.uuid4().hex[:8]}.partial"
+    try:
+        with partial.open("wb") as file:
+            yield file
+        partial.replace(target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def copy_tokenizer_files(source: Path, target: Path) -> None:

@@ -18,7 +18,15 @@ from jax.sharding import Mesh
 from jaxserve.config import EngineConfig
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.llama import Params
-from pallas_kernels import Implementation, KVLayout, Use, compute_capability, select
+from pallas_kernels import (
+    Implementation,
+    KVLayout,
+    Use,
+    compute_capability,
+    cpu_name,
+    implementations,
+    select,
+)
 from pallas_kernels.quantize import CELL_DTYPES
 from pallas_kernels.tuned_table import TunedTable
 from pallas_kernels.tuning import Sizes, sizes
@@ -32,7 +40,11 @@ beside any laptop's memory."""
 
 
 def choose_attention(
-    config: EngineConfig, model: ModelConfig, dtype: np.dtype, device: jax.Device
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: np.dtype,
+    device: jax.Device,
+    cpu_kernels: str | None = None,
 ) -> tuple[Implementation, KVLayout]:
     """The implementation of attention and the layout of the pages that it reads.
 
@@ -42,6 +54,8 @@ def choose_attention(
         model: its heads.
         dtype: type of the weights, and of the pages unless the configuration says otherwise.
         device: one of the devices that will run it.
+        cpu_kernels: instruction set of the CPU kernels that are loaded, if any: on a CPU they are
+            taken where they can serve.
 
     Raises:
         ValueError: the implementation named cannot serve that; says which limit is exceeded.
@@ -60,7 +74,13 @@ def choose_attention(
         group=model.num_heads // model.num_kv_heads,
         compute_capability=compute_capability(device),
     )
-    implementation, layout = select(config.attention_backend, use)
+    name = config.attention_backend
+    if name == "auto" and platform == "cpu" and cpu_kernels is not None:
+        reason = implementations()[cpu_name(cpu_kernels)].refuses(use)
+        name = cpu_name(cpu_kernels) if reason is None else name
+        if reason is not None:
+            log.info("attention stays with XLA: the CPU kernels' %s", reason)
+    implementation, layout = select(name, use)
     log.info(
         "attention: %s, %s pages of %d tokens",
         implementation.name,

@@ -5,6 +5,7 @@ Between the model, which calls it as `Attend`, and the kernels, which know no ba
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,12 +14,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxserve.batch import DECODES, Batch
+from jaxserve.models.llama import Rotation
 from jaxserve.shapes import StepShape
 from jaxserve.spec import TENSOR_AXIS, Cache, StepSpec
 from pallas_kernels import (
+    AttentionOptions,
+    Fused,
     KVPages,
     Plan,
     Tuned,
+    implementations,
     items_bound,
     kv_write,
     make_plan,
@@ -47,6 +52,7 @@ class PagedAttention:
         self.cache = list(cache)
         self._spec, self._shape, self._mesh = spec, shape, mesh
         self._tables = block_tables
+        self._implementation = implementations()[spec.attention]
         decodes = batch.flags & DECODES != 0
         live = batch.length > 0
         self._decode_lens = jnp.where(live & decodes, batch.start + 1, 0)
@@ -95,9 +101,9 @@ class PagedAttention:
         page = self._tables[jnp.minimum(row, rows - 1), position // page_size]
         return jnp.where(writes, page * page_size + position % page_size, -1)
 
-    def __call__(self, layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def __call__(self, layer: int, qkv: jax.Array, rotate: Rotation) -> jax.Array:
         """Write, then attend, on every shard of the KV heads by itself."""
-        heads = PartitionSpec(None, TENSOR_AXIS, None)
+        heads = PartitionSpec(None, TENSOR_AXIS)
         pages = self._spec.layout.partition_spec(TENSOR_AXIS)
         window = self._spec.model.sliding_windows[layer]
         shared = (
@@ -108,17 +114,60 @@ class PagedAttention:
             self._chunk_cu,
             *self._plans[window],
         )
+        fused = self._implementation.fused
+        local: Callable[..., tuple[jax.Array, KVPages]]
+        if fused is None:
+            dtype = self._spec.layout.dtype
+            new = tuple(x.astype(dtype) for x in rotate.split(qkv))
+            local, specs = self._local, (heads, heads, heads)
+        else:
+            new = (qkv, rotate.cos, rotate.sin)
+            local, specs = partial(self._fused, fused), (heads, PartitionSpec(), PartitionSpec())
         run = jax.shard_map(
-            partial(self._local, window),
+            partial(local, window),
             mesh=self._mesh,
-            in_specs=(heads, heads, heads, pages, PartitionSpec()),
+            in_specs=(*specs, pages, PartitionSpec()),
             out_specs=(heads, pages),
             check_vma=False,
         )
-        dtype = self._spec.layout.dtype
-        new = (q.astype(dtype), k.astype(dtype), v.astype(dtype))
         out, self.cache[layer] = run(*new, self.cache[layer], shared)
-        return out.astype(q.dtype)
+        return out.astype(rotate.dtype)
+
+    def _fused(
+        self,
+        fused: Fused,
+        window: int | None,
+        qkv: jax.Array,
+        cos: jax.Array,
+        sin: jax.Array,
+        pages: KVPages,
+        shared: tuple[jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, Plan, Plan | None],
+    ) -> tuple[jax.Array, KVPages]:
+        slots, tables, decode_lens, chunk_kv_lens, chunk_cu, *_ = shared
+        decode = self._spec.decode
+        options = AttentionOptions(
+            layout=self._spec.layout,
+            sm_scale=self._spec.model.head_dim**-0.5,
+            split=True,
+            block_q=decode.block_q,
+            block_kv=decode.block_kv,
+            window=window,
+            soft_cap=None,
+            launch=decode.launch,
+        )
+        return fused(
+            qkv,
+            cos,
+            sin,
+            slots,
+            pages,
+            tables,
+            decode_lens,
+            chunk_kv_lens,
+            chunk_cu,
+            None,
+            options,
+        )
 
     def _local(
         self,

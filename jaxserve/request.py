@@ -33,19 +33,22 @@ class Sample:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     last_token_time: float | None = None
+    num_tokens: int = 0
+    """Output tokens taken; a dispatch of several steps gives the sequence more at once."""
 
     def push(self, token: int, ends: bool) -> str:
         """Take the next token; return the text that is now certain.
 
         Args:
-            token: the sampled token, already appended to the sequence.
+            token: the sampled token.
             ends: it is an end token, whose text is shown only on request.
         """
         params = self.request.params
+        self.num_tokens += 1
         if self.detokenizer is None or (ends and not params.include_stop_str_in_output):
             return ""
         text = self.detokenizer.push(token)
-        if self.seq.num_output < params.min_tokens:
+        if self.num_tokens < params.min_tokens:
             return text  # stop strings are not looked for before min_tokens
         return self.stops.push(text)
 
@@ -103,13 +106,14 @@ class Request:
             error=self.error,
         )
 
-    def stamp_token(self, sample: Sample, now: float) -> None:
-        """Record the time of a sample's next token."""
+    def stamp_tokens(self, sample: Sample, count: int, now: float) -> None:
+        """Record the time of a sample's next tokens, which one dispatch gave."""
         if self.metrics.ttft is None:
             self.metrics.ttft = now - self.metrics.arrival_time
         if sample.index == 0:
-            if sample.last_token_time is not None:
-                self.metrics.itl.append(now - sample.last_token_time)
+            since = now if sample.last_token_time is None else sample.last_token_time
+            gaps = [now - since] + [0.0] * (count - 1)
+            self.metrics.itl += gaps[sample.last_token_time is None :]
             sample.last_token_time = now
 
     def stamp_end(self, now: float) -> None:
@@ -137,17 +141,24 @@ def delta(sample: Sample, text: str, token_ids: tuple[int, ...]) -> Delta:
 
 
 def logprob_entry(
-    report: StepOutput, row: int, num_top: int, tokenizer: Tokenizer
+    report: StepOutput, row: int | tuple[int, int], num_top: int, tokenizer: Tokenizer
 ) -> dict[int, Logprob]:
-    """Row `row` of a report: its token's log-probability first, then the `num_top` best."""
+    """A row of a report: its token's log-probability first, then the `num_top` best.
+
+    Args:
+        report: of prompt log-probabilities, or of a dispatch.
+        row: its index; in the report of a dispatch, step and row.
+        num_top: entries beside the token's own.
+        tokenizer: names the tokens.
+    """
     token = int(report.token[row])
     entry = {
         token: Logprob(
             float(report.logprob[row]), int(report.rank[row]), tokenizer.token_text(token)
         )
     }
-    ids: Seq[int] = report.top_ids[row, :num_top].tolist()
-    values: Seq[float] = report.top_logprobs[row, :num_top].tolist()
+    ids: Seq[int] = report.top_ids[row][:num_top].tolist()
+    values: Seq[float] = report.top_logprobs[row][:num_top].tolist()
     for rank, (top, value) in enumerate(zip(ids, values, strict=True), 1):
         entry.setdefault(top, Logprob(value, rank, tokenizer.token_text(top)))
     return entry

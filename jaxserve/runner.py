@@ -22,11 +22,13 @@ from jax.stages import Compiled, Lowered
 from jaxserve import sharding
 from jaxserve.carry import Carry, set_slot
 from jaxserve.executables import ExecutableStore, Program
-from jaxserve.models.llama import Params
+from jaxserve.host_memory import zeros
+from jaxserve.models.llama import Params, abstract_params
 from jaxserve.report import StepOutput, unpack_report
 from jaxserve.shapes import ShapeSet, StepShape
 from jaxserve.spec import TENSOR_AXIS, Cache, StepSpec
 from jaxserve.step import build_step, prompt_logprobs
+from jaxserve.weights import CANONICAL, WeightLayout, canonical, serve
 from pallas_kernels import KVPages
 
 Loading = Future[Compiled]
@@ -53,6 +55,7 @@ class Runner:
         params: Params,
         num_pages: int,
         store: ExecutableStore,
+        weights: WeightLayout = CANONICAL,
     ) -> None:
         """Load or compile every executable, then allocate cache and carry.
 
@@ -60,9 +63,10 @@ class Runner:
             spec: static sizes.
             shapes: the closed set.
             mesh: devices; arrays of `params` lie on it as `sharding.of_weight` says.
-            params: canonical weights.
+            params: the weights as `weights` lays them out.
             num_pages: pages of each layer's cache, the null page included.
             store: where executables are kept.
+            weights: the layout in which weights are served.
         """
         self.spec = spec
         self.shapes = shapes
@@ -71,12 +75,12 @@ class Runner:
         self._paged = sharding.placed(mesh, spec.layout.partition_spec(TENSOR_AXIS))
         self._num_pages = num_pages
         self._params = params
+        self._weights = weights
+        self._canonical = abstract_params(spec.model, self.dtype)
         self._store = store
         self._steps, self._prompt_logprobs, self._set_slot = self._start()
         self._cache: Cache = tuple(
-            jax.tree.map(
-                lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), self._abstract_pages()
-            )
+            jax.tree.map(lambda x: zeros(x.shape, x.dtype, x.sharding), self._abstract_pages())
             for _ in range(spec.model.num_layers)
         )
         self._carry: Carry = jax.tree.map(
@@ -103,14 +107,15 @@ class Runner:
 
     def set_slot(self, packed: npt.NDArray[np.int32]) -> None:
         """Replace one slot's state; see `SlotPacker.pack`."""
-        self._carry = self._set_slot.result()(self._carry, self._put(packed))
+        self._carry = self._set_slot.result()(self._carry, packed)
 
     def run(self, packed: npt.NDArray[np.int32], shape: StepShape) -> Ticket:
-        """Start a step of the given shape and return at once."""
+        """Start a step of the given shape and return at once.
+
+        The caller never writes to `packed` again: it may be read until the step is done.
+        """
         step = self._steps[shape].result()
-        self._cache, self._carry, out, hidden = step(
-            self._params, self._cache, self._carry, self._put(packed)
-        )
+        self._cache, self._carry, out, hidden = step(self._params, self._cache, self._carry, packed)
         out.copy_to_host_async()
         return Ticket(out, hidden)
 
@@ -123,7 +128,7 @@ class Runner:
     ) -> jax.Array:
         """Start scoring a step's chunk rows against the tokens that follow them."""
         score = self._prompt_logprobs[shape.chunk].result()
-        out: jax.Array = score(self._params, ticket.chunk_hidden, self._put(targets))
+        out: jax.Array = score(self._params, ticket.chunk_hidden, targets)
         out.copy_to_host_async()
         return out
 
@@ -133,17 +138,19 @@ class Runner:
 
     @property
     def params(self) -> Params:
-        """The canonical weights being served."""
-        return self._params
+        """The canonical weights being served; unpacked into new arrays if they are packed."""
+        if self._weights.is_canonical:
+            return self._params
+        return canonical(self._params, self._weights)
 
     def replace_params(self, params: Params) -> None:
-        """Serve other weights of the same shapes and types from the next step on.
+        """Serve other canonical weights of the same shapes and types from the next step on.
 
         Raises:
             ValueError: a leaf is missing, unexpected or of another shape or type.
         """
         new = dict(jax.tree.leaves_with_path(params))
-        old = dict(jax.tree.leaves_with_path(self._params))
+        old = dict(jax.tree.leaves_with_path(self._canonical))
         if new.keys() != old.keys():
             odd = sorted(jax.tree_util.keystr(p) for p in new.keys() ^ old.keys())
             raise ValueError(f"the new weights differ in these leaves: {', '.join(odd[:8])}")
@@ -153,9 +160,16 @@ class Runner:
                     f"new weight {jax.tree_util.keystr(path)} is {leaf.dtype}{list(leaf.shape)}; "
                     f"the engine serves {old[path].dtype}{list(old[path].shape)}"
                 )
+        served = params if self._weights.is_canonical else serve(params, self._weights)
         self._params = jax.tree.map(
-            lambda leaf, like: jax.device_put(leaf, like.sharding), params, self._params
+            lambda leaf, like: jax.device_put(leaf, like.sharding), served, self._params
         )
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Type of the canonical weights and of the model's activations."""
+        dtype: np.dtype[Any] = np.dtype(self._params["embed"].dtype)
+        return dtype
 
     def memory(self) -> dict[str, int]:
         """Bytes on the devices by part."""
@@ -166,10 +180,6 @@ class Runner:
             "kv_cache_bytes": spec.layout.page_bytes * pages * spec.model.num_layers,
             "slot_state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self._carry)),
         }
-
-    def _put(self, array: npt.NDArray[Any]) -> jax.Array:
-        placed: jax.Array = jax.device_put(array, self._everywhere)
-        return placed
 
     def _start(
         self,

@@ -79,17 +79,22 @@ def _at_least(sizes: tuple[int, ...], need: int, what: str) -> int:
     raise ValueError(f"a step of {need} {what} has no shape; the largest holds {sizes[-1]}")
 
 
-def shape_set(config: EngineConfig, platform: str) -> ShapeSet:
+def shape_set(config: EngineConfig, platform: str, *, any_rows: bool = False) -> ShapeSet:
     """The shapes of a configuration on a platform.
 
     Decode rows double up to `max_num_seqs`; chunks are an eighth, a half and the whole of the
     token budget, unless the configuration names its own.  `deterministic` keeps the largest of
     each.
 
+    Args:
+        config: slots, token budget and buckets.
+        platform: of the devices.
+        any_rows: products are efficient for any number of rows, down to one.
+
     Raises:
         ValueError: configured buckets do not reach `max_num_seqs` or the token budget.
     """
-    least = SMALLEST_ROWS.get(platform, 1)
+    least = 1 if any_rows else SMALLEST_ROWS.get(platform, 1)
     decode = config.batch_buckets or _doubling(least, max(config.max_num_seqs, least))
     budget = config.max_num_batched_tokens
     chunks = config.prefill_buckets or _fractions(budget)

@@ -33,10 +33,13 @@ class StepSpec:
     """Sizes of the attention of chunk rows."""
     attention: str
     """Attention implementation, a name of `pallas_kernels.implementations`."""
+    max_steps: int = 1
+    """Most decode steps of one dispatch."""
 
     def batch_layout(self, shape: StepShape) -> BatchLayout:
         """Layout of the packed batch of a shape."""
-        return BatchLayout(shape, self.sizes.num_slots, self.layout.page_size)
+        max_steps = 1 if shape.chunk else self.max_steps
+        return BatchLayout(shape, self.sizes.num_slots, self.layout.page_size, max_steps)
 
     @property
     def out_width(self) -> int:

@@ -6,15 +6,12 @@ Everything that is allocated or compiled is decided here, once, before the first
 from __future__ import annotations
 
 import logging
-import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 from jax.sharding import Mesh
 
 from jaxserve import sharding
@@ -22,31 +19,30 @@ from jaxserve.carry import CarrySizes
 from jaxserve.config import EngineConfig
 from jaxserve.engine import Engine
 from jaxserve.executables import ExecutableStore
+from jaxserve.host_memory import trim
 from jaxserve.kv_cache import attention_sizes, choose_attention, sized
 from jaxserve.loading import (
     ModelSource,
     cache_directory,
     load_config,
-    load_params,
     load_tokenizer,
     resolve,
+    weight_dtype,
 )
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.llama import Params
+from jaxserve.phases import Phases
+from jaxserve.progress import Progress
 from jaxserve.runner import Runner
+from jaxserve.served_weights import served_weights
 from jaxserve.shapes import ShapeSet, shape_set
 from jaxserve.spec import StepSpec
+from jaxserve.step import MULTI_STEP
 from jaxserve.tokenizer import Tokenizer
+from jaxserve.weights import CANONICAL, WeightLayout, load_cpu_kernels, weight_layout
 from scheduler import BlockPool, Scheduler, SchedulerConfig
 
 log = logging.getLogger(__name__)
-
-_DTYPES = {
-    "auto": np.dtype(ml_dtypes.bfloat16),
-    "bfloat16": np.dtype(ml_dtypes.bfloat16),
-    "float16": np.dtype(np.float16),
-    "float32": np.dtype(np.float32),
-}
 
 
 @dataclass(frozen=True)
@@ -59,6 +55,8 @@ class Built:
     model_config: ModelConfig
     tokenizer: Tokenizer
     source: ModelSource
+    seconds: Mapping[str, float]
+    """How long each phase of the start took."""
 
 
 def build(config: EngineConfig) -> Built:
@@ -67,32 +65,72 @@ def build(config: EngineConfig) -> Built:
     Raises:
         ValueError: anything in the configuration that cannot be; one line with the remedy.
     """
-    started = time.perf_counter()
-    source = resolve(config)
-    platform = _platform(config.device)
-    mesh = sharding.make_mesh(platform, config.tensor_parallel_size)
-    model = load_config(source)
-    sharding.check_divisible(model, config.tensor_parallel_size)
-    tokenizer = load_tokenizer(source, config.tokenizer, config.chat_template)
-    _check_vocabulary(tokenizer, model, source)
-    params = _place_params(source, model, _DTYPES[config.dtype], mesh)
-    engine, config = assemble(config, model, params, tokenizer, mesh)
-    log.info("ready in %.1f s: %s on %s", time.perf_counter() - started, source.name, platform)
-    return Built(engine, config, model, tokenizer, source)
+    phases = Phases()
+    with phases("configuration"):
+        source = resolve(config)
+        platform = _platform(config.device)
+        mesh = sharding.make_mesh(platform, config.tensor_parallel_size)
+        model = load_config(source)
+        sharding.check_divisible(model, config.tensor_parallel_size)
+    with phases("tokenizer"):
+        tokenizer = load_tokenizer(source, config.tokenizer, config.chat_template)
+        _check_vocabulary(tokenizer, model, source)
+    with phases("kernels"):
+        kernels = cpu_kernels(config, platform)
+    with phases("weights"):
+        dtype = weight_dtype(config.dtype)
+        layout = weight_layout(config, dtype, mesh.devices.flat[0], kernels)
+        directory = cache_directory(config.cache_dir) / "weights"
+        params = served_weights(source, model, dtype, layout, mesh, directory)
+    engine, config = assemble(
+        config, model, params, tokenizer, mesh, phases, weights=layout, kernels=kernels
+    )
+    log.info("ready in %.1f s: %s on %s (%s)", phases.total, source.name, platform, phases)
+    return Built(engine, config, model, tokenizer, source, phases.seconds)
+
+
+def cpu_kernels(config: EngineConfig, platform: str) -> str | None:
+    """Instruction set of the CPU kernels, built and loaded now; None where XLA must do."""
+    if platform != "cpu":
+        return None
+    with Progress("building kernels for this CPU"):
+        return load_cpu_kernels(config.cpu_kernels, cache_directory(config.cache_dir) / "kernels")
 
 
 def assemble(
-    config: EngineConfig, model: ModelConfig, params: Params, tokenizer: Tokenizer, mesh: Mesh
+    config: EngineConfig,
+    model: ModelConfig,
+    params: Params,
+    tokenizer: Tokenizer,
+    mesh: Mesh,
+    phases: Phases | None = None,
+    *,
+    weights: WeightLayout = CANONICAL,
+    kernels: str | None = None,
 ) -> tuple[Engine, EngineConfig]:
-    """An engine over weights that are on the device already, and the completed configuration."""
+    """An engine over weights that are on the device already, and the completed configuration.
+
+    Args:
+        config: what the user asked for.
+        model: the model's configuration.
+        params: its weights, laid out as `weights` says.
+        tokenizer: for the engine's texts.
+        mesh: the devices.
+        phases: where the time of each part is recorded.
+        weights: the layout of `params`.
+        kernels: instruction set of the CPU kernels that are loaded, if any.
+    """
+    phases = phases or Phases()
     device = mesh.devices.flat[0]
     dtype = np.dtype(params["embed"].dtype)
-    implementation, layout = choose_attention(config, model, dtype, device)
+    implementation, layout = choose_attention(config, model, dtype, device, kernels)
     config = sized(config, model, implementation, layout, params, mesh)
+    config = replace(config, multi_step=config.multi_step or MULTI_STEP.get(device.platform, 1))
     assert config.max_model_len is not None
     assert config.num_kv_blocks is not None
     assert config.block_size is not None
-    shapes = shape_set(config, device.platform)
+    assert config.multi_step is not None
+    shapes = shape_set(config, device.platform, any_rows=not weights.is_canonical)
     tuned = attention_sizes(config, model, implementation, layout, device)
     spec = StepSpec(
         model=model,
@@ -107,14 +145,18 @@ def assemble(
         decode=tuned.decode,
         prefill=tuned.prefill,
         attention=implementation.name,
+        max_steps=config.multi_step,
     )
     directory = Path(
         config.compilation_cache_dir or cache_directory(config.cache_dir) / "executables"
     )
     store = ExecutableStore(directory, repr((spec, shapes)), list(mesh.devices.flat))
-    runner = Runner(spec, shapes, mesh, params, config.num_kv_blocks, store)
-    if config.warm_up:
-        runner.warm_up()
+    with phases("executables"):
+        runner = Runner(spec, shapes, mesh, params, config.num_kv_blocks, store, weights)
+    with phases("warm_up"):
+        if config.warm_up:
+            runner.warm_up()
+            trim()
     end_ids = frozenset(model.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
     engine = Engine(
         runner,
@@ -132,6 +174,7 @@ def _scheduler(config: EngineConfig, shapes: ShapeSet) -> Scheduler:
     assert config.max_model_len is not None
     assert config.num_kv_blocks is not None
     assert config.block_size is not None
+    assert config.multi_step is not None
     limits = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         token_budget=config.max_num_batched_tokens,
@@ -140,6 +183,7 @@ def _scheduler(config: EngineConfig, shapes: ShapeSet) -> Scheduler:
         policy=config.scheduling_policy,  # type: ignore[arg-type]  # checked by EngineConfig
         enable_chunked_prefill=config.enable_chunked_prefill,
         enable_prefix_caching=config.enable_prefix_caching,
+        multi_step=config.multi_step,
     )
     return Scheduler(limits, BlockPool(config.num_kv_blocks, config.block_size))
 
@@ -154,13 +198,3 @@ def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, source: ModelSou
 
 def _platform(device: str) -> str:
     return jax.default_backend() if device == "auto" else device
-
-
-def _place_params(
-    source: ModelSource, model: ModelConfig, dtype: npt.DTypeLike, mesh: Mesh
-) -> Params:
-    def put(path: tuple[Any, ...], array: npt.NDArray[Any]) -> jax.Array:
-        placed: jax.Array = jax.device_put(array, sharding.of_weight(mesh, path))
-        return placed
-
-    return load_params(source, model, np.dtype(dtype), put)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jaxserve.shapes import StepShape
@@ -15,6 +16,8 @@ class EngineStats:
 
     steps: int
     """Device iterations."""
+    dispatches: int
+    """Calls of an executable; one may run several decode steps."""
     prompt_tokens: int
     """Prompt tokens of the requests submitted."""
     output_tokens: int
@@ -22,6 +25,8 @@ class EngineStats:
     """Output tokens per slot and step."""
     padded_share: float | None
     """Share of the model rows computed that held no token."""
+    discarded_tokens: int
+    """Tokens that were sampled after what ended their sequence."""
     preemptions: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
@@ -29,9 +34,16 @@ class EngineStats:
     """Compile events of the whole process since the engine was ready."""
     host_s_per_step: float | None
     """Time of a step in which the host was not waiting for the device."""
+    host_s_by_phase: dict[str, float]
+    """That time, of all steps, by what the host did: schedule, admit, pack, dispatch, update,
+    and output (text, log-probabilities, times)."""
     step_s: float | None
     """Mean time from one step's report to the next."""
     steps_by_shape: dict[str, int]
+
+
+WAIT = "wait"
+"""The phase in which the host waits for the device."""
 
 
 @dataclass
@@ -40,25 +52,50 @@ class StepMeter:
 
     num_slots: int
     steps: int = 0
+    dispatches: int = 0
     rows: int = 0
     tokens: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
-    host_s: float = 0.0
     busy_s: float = 0.0
+    seconds: dict[str, float] = field(default_factory=dict)
+    """By phase of the loop."""
     by_shape: dict[str, int] = field(default_factory=dict)
+    _last: float = 0.0
 
-    def count(self, plan: StepPlan, shape: StepShape) -> None:
-        """Count a dispatched step."""
-        self.steps += 1
-        self.rows += shape.tokens
-        self.tokens += plan.num_decode_tokens + plan.num_chunk_tokens
-        self.by_shape[str(shape)] = self.by_shape.get(str(shape), 0) + 1
+    def count(
+        self, plan: StepPlan, shape: StepShape, steps: int, sampled: Sequence[Sequence[int]]
+    ) -> None:
+        """Count the `steps` that a dispatch ran, and what its entries sampled."""
+        self.dispatches += 1
+        self.steps += steps
+        self.rows += steps * shape.tokens
+        decoded = zip(plan.entries, sampled, strict=True)
+        self.tokens += sum(len(tokens) for entry, tokens in decoded if entry.is_decode)
+        self.tokens += plan.num_chunk_tokens
+        self.by_shape[str(shape)] = self.by_shape.get(str(shape), 0) + steps
 
-    def add_time(self, total_s: float, waited_s: float) -> None:
-        """Add one turn of the engine's loop."""
-        self.busy_s += total_s
-        self.host_s += total_s - waited_s
+    def begin(self) -> None:
+        """Begin a turn of the engine's loop."""
+        self._last = time.perf_counter()
+
+    def mark(self, phase: str) -> None:
+        """The time since the last mark of this turn was spent on `phase`."""
+        now = time.perf_counter()
+        elapsed = now - self._last
+        self._last = now
+        self.busy_s += elapsed
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed
+
+    @property
+    def host_s_by_phase(self) -> dict[str, float]:
+        """Seconds by phase, without the wait for the device."""
+        return {phase: s for phase, s in self.seconds.items() if phase != WAIT}
+
+    @property
+    def host_s(self) -> float:
+        """Seconds in which the host did not wait for the device."""
+        return sum(self.host_s_by_phase.values())
 
     @property
     def slot_utilisation(self) -> float | None:
@@ -69,26 +106,3 @@ class StepMeter:
     def padded_share(self) -> float | None:
         """Share of rows without a token."""
         return 1 - self.tokens / self.rows if self.rows else None
-
-
-class Stopwatch:
-    """Time of one turn of the loop, and how much of it was spent waiting for the device."""
-
-    def __init__(self) -> None:
-        """Start."""
-        self._start = time.perf_counter()
-        self.waited_s = 0.0
-
-    @property
-    def total_s(self) -> float:
-        """Seconds since the start."""
-        return time.perf_counter() - self._start
-
-    def __enter__(self) -> Stopwatch:
-        """Begin to wait."""
-        self._wait_start = time.perf_counter()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """End the wait."""
-        self.waited_s += time.perf_counter() - self._wait_start

@@ -1,13 +1,15 @@
-"""The compiled step: one device iteration over a fixed-shape batch, as pure functions.
+"""The compiled step: device iterations over a fixed-shape batch, as pure functions.
 
 `step(params, cache, carry, packed) -> (cache, carry, out, chunk_hidden)`.  It is built from two
 halves that also stand alone: `forward`, tokens to hidden rows, and `sample_rows`, hidden rows to
-tokens.  Nothing here knows which executable it will become; the runner compiles it.
+tokens.  A pure decode step may be repeated within one call: `decode_steps`.  Nothing here knows
+which executable it will become; the runner compiles it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -19,10 +21,16 @@ from jaxserve.carry import Carry
 from jaxserve.models.llama import Llama, Params, bind
 from jaxserve.paged import PagedAttention
 from jaxserve.report import pack_report
-from jaxserve.sampler import Sampled, sample, token_logprobs
+from jaxserve.sampler import Sampled, sample
+from jaxserve.sampling.logprobs import token_logprobs
 from jaxserve.shapes import StepShape
 from jaxserve.spec import Cache, StepSpec
 
+State = tuple[jax.Array, Cache, Carry, jax.Array]
+"""Of the loop of `decode_steps`: index, cache, carry and reports."""
+
+MULTI_STEP = {"cpu": 4}
+"""Most decode steps of one dispatch by platform, 1 where it is not named."""
 PROMPT_BLOCK = 32
 """Chunk rows whose logits exist at once when prompt log-probabilities are computed."""
 
@@ -44,11 +52,78 @@ def build_step(spec: StepSpec, shape: StepShape, mesh: Mesh) -> Step:
                 batch.page, mode="drop"
             )
         )
-        cache, hidden = forward(spec, shape, mesh, model, cache, carry, batch)
-        carry, out = sample_rows(spec, model, carry, batch, hidden[batch.last])
-        return cache, carry, out, hidden[shape.rows :]
+        once = partial(_once, spec, shape, mesh, model)
+        if layout.max_steps > 1:
+            cache, carry, out = decode_steps(spec, once, layout.max_steps, cache, carry, batch)
+            return cache, carry, out, jnp.zeros((0, spec.model.hidden_size), jnp.float32)
+        cache, carry, report, hidden = once(cache, carry, at_step(spec, carry, batch, 0))
+        return cache, carry, report[None], hidden[shape.rows :]
 
     return step
+
+
+Once = Callable[[Cache, Carry, Batch], tuple[Cache, Carry, jax.Array, jax.Array]]
+"""`(cache, carry, batch) -> (cache, carry, report, hidden)`, one iteration."""
+
+
+def _once(
+    spec: StepSpec,
+    shape: StepShape,
+    mesh: Mesh,
+    model: Llama,
+    cache: Cache,
+    carry: Carry,
+    batch: Batch,
+) -> tuple[Cache, Carry, jax.Array, jax.Array]:
+    cache, hidden = forward(spec, shape, mesh, model, cache, carry, batch)
+    carry, report = sample_rows(spec, model, carry, batch, hidden[batch.last])
+    return cache, carry, report, hidden
+
+
+def decode_steps(
+    spec: StepSpec, once: Once, max_steps: int, cache: Cache, carry: Carry, batch: Batch
+) -> tuple[Cache, Carry, jax.Array]:
+    """Repeat a decode step `batch.num_steps` times, or until every row has ended.
+
+    The trip count is data, so that one executable serves every number of steps, one included.
+
+    Returns:
+        Cache, carry, and the reports as i32[max_steps, rows, out_width], zero for steps not run.
+    """
+    unused = ~jnp.any(batch.length > 0)  # a batch that only warms the executable up
+
+    def goes_on(state: State) -> jax.Array:
+        index, _, carry, _ = state
+        live = jnp.any(at_step(spec, carry, batch, index).length > 0)
+        return (index < batch.num_steps[0]) & (live | unused)
+
+    def iterate(state: State) -> State:
+        index, cache, carry, out = state
+        cache, carry, report, _ = once(cache, carry, at_step(spec, carry, batch, index))
+        return index + 1, cache, carry, lax.dynamic_update_index_in_dim(out, report, index, 0)
+
+    out = jnp.zeros((max_steps, batch.slot.shape[0], spec.out_width), jnp.int32)
+    _, cache, carry, out = lax.while_loop(goes_on, iterate, (jnp.int32(0), cache, carry, out))
+    return cache, carry, out
+
+
+def at_step(spec: StepSpec, carry: Carry, batch: Batch, index: jax.Array | int) -> Batch:
+    """The batch of one step of a dispatch.
+
+    A decode row computes one token a step, at the next position each time, until it has had its
+    number of them or its sequence has ended; from then on the row is unused.
+    """
+    decodes = batch.flags & DECODES != 0
+    goes_on = (batch.length > index) & ~carry.ended[_slots(spec, batch)]
+    return batch._replace(
+        start=batch.start + jnp.where(decodes, index, 0),
+        length=jnp.where(decodes, goes_on.astype(jnp.int32), batch.length),
+    )
+
+
+def _slots(spec: StepSpec, batch: Batch) -> jax.Array:
+    """Slot of each row, any slot where the row is unused."""
+    return jnp.minimum(batch.slot, spec.sizes.num_slots - 1)
 
 
 def forward(
@@ -61,7 +136,7 @@ def forward(
     batch: Batch,
 ) -> tuple[Cache, jax.Array]:
     """Compute every token of the batch: its KV into the pages, its hidden row as f32[tokens, H]."""
-    slot = jnp.minimum(batch.slot, spec.sizes.num_slots - 1)
+    slot = _slots(spec, batch)
     decodes = (batch.flags & DECODES != 0) & (batch.length > 0)
     tokens = jnp.concatenate([jnp.where(decodes, carry.last_token[slot], 0), batch.token])
     positions = jnp.concatenate([batch.start, batch.position])
@@ -75,20 +150,39 @@ def sample_rows(
 ) -> tuple[Carry, jax.Array]:
     """Sample the next token of each sequence row that asks for it; record it in the carry.
 
+    A row that samples one of its end tokens, or whose logits are not finite, ends its slot: the
+    host, which may have dispatched the next step already, will find the same.
+
     Returns:
         The carry, and the report as i32[rows, out_width]; see `unpack_report`.
     """
-    samples = (batch.flags & SAMPLES != 0) & (batch.length > 0)
-    slot = jnp.minimum(batch.slot, spec.sizes.num_slots - 1)
+    live = batch.length > 0
+    samples = (batch.flags & SAMPLES != 0) & live
+    slot = _slots(spec, batch)
     sampled = sample(
-        model.logits(hidden), carry, slot, batch.start + batch.length, samples, spec.num_top
+        partial(model.logits, hidden),
+        partial(model.greedy, hidden),
+        carry,
+        slot,
+        batch.start + batch.length,
+        samples,
+        spec.num_top,
     )
-    into = jnp.where(samples, batch.slot, spec.sizes.num_slots)  # dropped where none
+    samples &= sampled.finite
+    # No token that `min_tokens` holds back is sampled, so that any of them ends the row.
+    stops = jnp.any(sampled.token[:, None] == carry.end_ids[slot], -1)
+    ends = (samples & stops) | (live & ~sampled.finite)
+
+    def where(rows: jax.Array) -> jax.Array:
+        return jnp.where(rows, batch.slot, spec.sizes.num_slots)  # dropped where false
+
+    into = where(samples)
     carry = carry._replace(
         last_token=carry.last_token.at[into].set(sampled.token, mode="drop"),
         output_counts=carry.output_counts.at[into, sampled.token].add(1, mode="drop"),
+        ended=carry.ended.at[where(ends)].set(True, mode="drop"),
     )
-    return carry, pack_report(sampled)
+    return carry, pack_report(sampled, live=live, samples=samples)
 
 
 def prompt_logprobs(
@@ -116,7 +210,9 @@ def prompt_logprobs(
         logits = model.logits(args[0])
         logprob, rank, ids, top = token_logprobs(logits, args[1], spec.num_top)
         finite = jnp.isfinite(logits.max(-1))
-        return pack_report(Sampled(args[1], finite, logprob, rank, ids, top))
+        every = jnp.ones_like(finite)
+        sampled = Sampled(args[1], finite, logprob, rank, ids, top)
+        return pack_report(sampled, live=every, samples=every)
 
     report: jax.Array = lax.map(rows, (hidden, blocks))
     return report.reshape(-1, spec.out_width)[:chunk]

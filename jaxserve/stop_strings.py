@@ -28,6 +28,8 @@ class StopStrings:
 
     def push(self, text: str) -> str:
         """Add text and return what may be shown now.  After a match nothing is."""
+        if not self._stops:
+            return text
         if self.matched is not None:
             return ""
         text = self._held + text

@@ -36,10 +36,14 @@ class SchedulerConfig:
     """Split prompts over steps.  If not, a sequence waits for a step that can take all of it."""
     enable_prefix_caching: bool = True
     """Reuse the pages of a shared prefix."""
+    multi_step: int = 1
+    """Most steps of one plan, where all that runs decodes and nothing that waits could join."""
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(Policy):
             raise ValueError(f"policy={self.policy!r} is not one of {', '.join(get_args(Policy))}")
+        if self.multi_step < 1:
+            raise ValueError(f"multi_step={self.multi_step} must be at least 1; 1 turns it off")
         if self.max_num_seqs < 1 or self.max_model_len < 1:
             raise ValueError(
                 f"max_num_seqs={self.max_num_seqs} and max_model_len={self.max_model_len} must be "

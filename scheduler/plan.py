@@ -13,7 +13,9 @@ from scheduler.sequence import Sequence
 
 @dataclass(eq=False, slots=True)
 class ScheduledTokens:
-    """Tokens `start` to `start + count` of a sequence, to compute in its slot in this step.
+    """Tokens `start` to `start + count` of a sequence, to compute in its slot.
+
+    A prefill chunk computes them all in one step, a decode entry one in each of `count` steps.
 
     Read only by convention.  A step makes one of these per running sequence, and to make frozen
     ones would take five times as long: more than all else that the scheduler does.
@@ -26,16 +28,22 @@ class ScheduledTokens:
     samples: bool
     """Its last token is the sequence's last, so that the device samples the next one."""
     is_decode: bool
-    """Its one token is on the device already; the host sends the tokens of all other entries."""
+    """Its first token is on the device already, and each step samples the token that the next
+    computes.  The host sends the tokens of all other entries."""
     first_new_page: int
     """Place in the block table of the first of `new_pages`."""
     new_pages: tuple[int, ...]
-    """Pages allocated for this step."""
+    """Pages allocated for these tokens."""
 
     @property
     def end(self) -> int:
         """Position after its last token."""
         return self.start + self.count
+
+    @property
+    def num_samples(self) -> int:
+        """Tokens that it samples, unless one of them ends the sequence before."""
+        return self.count if self.is_decode else int(self.samples)
 
     @property
     def token_ids(self) -> list[int]:
@@ -45,7 +53,7 @@ class ScheduledTokens:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One iteration of the device; false if there is nothing to compute.
+    """What the device is given to do at once; false if there is nothing to compute.
 
     Plans must reach the device in the order they were made.  Pages and slots change hands
     between plans, and it is this order that makes it safe: whoever wrote a page in an earlier
@@ -59,6 +67,8 @@ class StepPlan:
     whole block tables included, must be sent before this step."""
     preempted: tuple[Sequence, ...]
     """Sequences that lost their slots and pages to this step."""
+    num_steps: int = 1
+    """Iterations of the device, at most; more than one only if all entries decode."""
 
     def __bool__(self) -> bool:
         return bool(self.entries)
@@ -70,8 +80,8 @@ class StepPlan:
 
     @property
     def num_decode_tokens(self) -> int:
-        """Tokens of the decode rows."""
-        return sum(entry.is_decode for entry in self.entries)
+        """Tokens of the decode rows, of all steps."""
+        return sum(entry.count for entry in self.entries if entry.is_decode)
 
     @property
     def num_chunk_tokens(self) -> int:
@@ -80,9 +90,9 @@ class StepPlan:
 
 
 class Update(NamedTuple):
-    """What the results of a step changed."""
+    """What the results of a plan changed."""
 
-    accepted: tuple[int, ...]
-    """Which of the plan's entries had their sampled token appended to their sequence."""
+    accepted: tuple[tuple[int, int], ...]
+    """Which of the plan's entries had sampled tokens appended to their sequence, and how many."""
     finished: tuple[Sequence, ...]
-    """Sequences that the step ended."""
+    """Sequences that the plan ended."""

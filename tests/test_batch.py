@@ -212,6 +212,20 @@ def test_a_pure_decode_batch_has_no_chunk() -> None:
     )
     assert batch.token.shape == batch.row.shape == (0,)
     assert (batch.page_slot[0], batch.page_index[0], batch.page[0]) == (2, 2, 7)
+    assert batch.num_steps.tolist() == [1]
+
+
+def test_a_batch_says_how_many_steps_it_has_and_each_row_of_them() -> None:
+    layout = BatchLayout(StepShape(ROWS, 0), NUM_SLOTS, PAGE_SIZE, 8)
+    entries = [
+        ScheduledTokens(Seq(str(slot), [1], 9), slot, 8, count, True, True, 2, ())
+        for slot, count in enumerate([5, 2, 5])
+    ]
+    batch = unpacked(StepPlan(tuple(entries), (), (), 5), layout)
+    assert batch.num_steps.tolist() == [5]
+    assert batch.length.tolist() == [5, 2, 5, 0, 0, 0]
+    with pytest.raises(AssertionError):
+        pack_batch(StepPlan(tuple(entries), (), (), 9), layout)
 
 
 @settings(max_examples=200, deadline=None)
@@ -220,21 +234,23 @@ def test_a_pure_decode_batch_has_no_chunk() -> None:
     rows=st.integers(1, 9),
     chunk=st.integers(0, 40),
     page_size=st.integers(1, 9),
+    steps=st.integers(1, 9),
 )
 def test_there_is_room_for_all_pages_that_a_step_can_add(
-    data: st.DataObject, rows: int, chunk: int, page_size: int
+    data: st.DataObject, rows: int, chunk: int, page_size: int, steps: int
 ) -> None:
     """Every sequence starts where its tokens touch the most new pages."""
+    steps = 1 if chunk else steps
     counts, left = [], chunk
     for _ in range(rows):
         counts.append(data.draw(st.integers(0, left)))
         left -= counts[-1]
     starts = data.draw(st.lists(st.integers(0, 20), min_size=rows, max_size=rows))
     pages = sum(
-        -(-(start + max(count, 1)) // page_size) - -(-start // page_size)
+        -(-(start + (count or steps)) // page_size) - -(-start // page_size)
         for start, count in zip(starts, counts, strict=True)
     )
-    assert pages <= BatchLayout(StepShape(rows, chunk), rows, page_size).num_deltas
+    assert pages <= BatchLayout(StepShape(rows, chunk), rows, page_size, steps).num_deltas
 
 
 @settings(max_examples=30, deadline=None)
@@ -242,16 +258,21 @@ def test_there_is_room_for_all_pages_that_a_step_can_add(
     prompts=st.lists(st.integers(1, 30), min_size=1, max_size=8),
     page_size=st.sampled_from([1, 3, 4]),
     pages=st.integers(40, 90),
+    steps=st.sampled_from([1, 2, 5]),
 )
 def test_batches_of_a_real_scheduler_keep_the_devices_tables_right(
-    prompts: list[int], page_size: int, pages: int
+    prompts: list[int], page_size: int, pages: int, steps: int
 ) -> None:
     """Whole tables at admission and the deltas of every step after it give the host's tables."""
     limits = SchedulerConfig(
-        max_num_seqs=NUM_SLOTS, token_budget=CHUNK, max_prefill_tokens=CHUNK, max_model_len=40
+        max_num_seqs=NUM_SLOTS,
+        token_budget=CHUNK,
+        max_prefill_tokens=CHUNK,
+        max_model_len=40,
+        multi_step=steps,
     )
     scheduler = Scheduler(limits, BlockPool(pages, page_size))
-    layout = BatchLayout(StepShape(ROWS, CHUNK), NUM_SLOTS, page_size)
+    layout = BatchLayout(StepShape(ROWS, CHUNK), NUM_SLOTS, page_size, steps)
     for i, length in enumerate(prompts):
         scheduler.add(Seq(str(i), [1 + j % 7 for j in range(length)], 10))
     tables = np.zeros((NUM_SLOTS, 40), np.int32)
@@ -268,7 +289,7 @@ def test_batches_of_a_real_scheduler_keep_the_devices_tables_right(
             table = entry.seq.block_table
             assert tables[entry.slot, : len(table)].tolist() == table
             assert len(table) * page_size >= entry.end
-        scheduler.update(plan, [8] * len(plan.entries))
+        scheduler.update(plan, [[8] * entry.num_samples for entry in plan.entries])
 
 
 # Slots
@@ -374,8 +395,8 @@ def test_a_slot_is_set_to_what_was_packed(data: st.DataObject) -> None:
     pairs = zip(got["bias_ids"][used].tolist(), got["bias_values"][used].tolist(), strict=True)
     assert dict(pairs) == bias
     assert used.shape == (MAX_LOGIT_BIAS,)
-    held_back = got["end_ids"][got["end_ids"] < vocab]
-    assert held_back.tolist() == (sorted(ends) if params.min_tokens else [])
+    assert got["end_ids"][got["end_ids"] < vocab].tolist() == sorted(ends)
+    assert not got["ended"]
     bits = np.unpackbits(got["allowed"].view(np.uint8), bitorder="little")[:vocab]
     assert np.flatnonzero(bits).tolist() == sorted(
         set(range(vocab) if allowed is None else allowed)

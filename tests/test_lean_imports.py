@@ -7,6 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jaxserve.config import EngineConfig
+from jaxserve.loading import load_config, resolve, weight_dtype
+from jaxserve.served_weights import served_weights
+from jaxserve.sharding import make_mesh
+from jaxserve.weights import WeightLayout
+from tests.loading.gguf_files import write_gguf
+
 ROOT = Path(__file__).parents[1]
 ABSENT = ("gguf", "msgspec", "llguidance", "starlette", "transformers", "huggingface_hub")
 PROGRAM = """
@@ -51,3 +58,67 @@ def test_the_engine_runs_without_the_packages_of_its_surroundings(tmp_path: Path
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout == "4\n"
+
+
+UNUSED = (
+    "gguf",
+    "huggingface_hub",
+    "jinja2",
+    "llguidance",
+    "matplotlib",
+    "orbax",
+    "pandas",
+    "prometheus_client",
+    "scipy",
+    "starlette",
+    "tensorflow",
+    "torch",
+    "tqdm",
+    "transformers",
+)
+"""What `jaxserve generate` has no use for once the model has been converted."""
+GENERATE = """
+import sys
+from jaxserve.cli import main
+
+main(sys.argv[1:], standalone_mode=False)
+print(sorted({{m.partition(".")[0] for m in sys.modules}} & {unused}))
+"""
+
+
+def test_generate_imports_nothing_that_it_does_not_use(tmp_path: Path) -> None:
+    """Every import is paid by every start."""
+    model = write_gguf(tmp_path / "m.gguf", ROOT / "tests" / "golden" / "llama-gqa")
+    source = resolve(EngineConfig(model=str(model), cache_dir=str(tmp_path)))
+    served_weights(
+        source,
+        load_config(source),
+        weight_dtype("auto"),
+        WeightLayout(),
+        make_mesh("cpu", 1),
+        tmp_path / "weights",
+    )
+    options = {
+        "--model": model,
+        "--cache-dir": tmp_path,
+        "--cpu-kernels": "off",
+        "--max-num-seqs": 8,
+        "--max-num-batched-tokens": 32,
+        "--batch-buckets": 8,
+        "--prefill-buckets": 16,
+        "--num-kv-blocks": 4,
+        "--max-tokens": 2,
+    }
+    arguments = [str(part) for option in options.items() for part in option]
+    program = GENERATE.format(unused=set(UNUSED))
+    run = subprocess.run(
+        [sys.executable, "-c", program, "generate", "the", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "[]"

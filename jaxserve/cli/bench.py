@@ -13,6 +13,8 @@ from jaxserve.cli.base import LazyGroup
     verbs={
         "throughput": "jaxserve.cli.bench_throughput",
         "kernels": "jaxserve.cli.bench_kernels",
+        "host": "jaxserve.cli.bench_host",
+        "startup": "jaxserve.cli.bench_startup",
     },
 )
 def command() -> None:

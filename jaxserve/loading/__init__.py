@@ -7,6 +7,7 @@ from jaxserve.loading.source import (
     load_config,
     load_params,
     load_tokenizer,
+    origin,
     resolve,
 )
 
@@ -16,6 +17,7 @@ __all__ = [
     "load_config",
     "load_params",
     "load_tokenizer",
+    "origin",
     "resolve",
     "weight_dtype",
 ]

@@ -15,7 +15,7 @@ import numpy as np
 from jaxserve.config import EngineConfig
 from jaxserve.files import cache_directory, new_directory
 from jaxserve.loading.arrays import weight_dtype
-from jaxserve.loading.gguf import convert_gguf
+from jaxserve.loading.gguf import convert_gguf, index_gguf
 from jaxserve.loading.hf import save_hf
 from jaxserve.loading.orbax import save_orbax
 from jaxserve.loading.source import ModelSource, load_config, load_params, locate, resolve
@@ -82,6 +82,6 @@ def _rewrite(source: ModelSource, target: Path, format: str, dtype: np.dtype[Any
 
 def _gguf_to_orbax(path: Path, target: Path, dtype: np.dtype[Any]) -> None:
     with tempfile.TemporaryDirectory(dir=target.parent, prefix=".convert-") as between:
-        convert_gguf(path, Path(between), dtype)
-        source = ModelSource(path=path, format="hf", name=path.stem, files=Path(between))
+        index_gguf(path, Path(between))
+        source = ModelSource(path=path, format="gguf", name=path.stem, files=Path(between))
         _rewrite(source, target, "orbax", dtype)

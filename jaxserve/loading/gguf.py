@@ -1,27 +1,30 @@
-"""GGUF files: converted once into a Hugging Face directory, which is what gets loaded.
+"""GGUF files: metadata translated once into Hugging Face's files, tensors read where they are.
 
-Reading a GGUF's metadata and dequantising its tensors takes seconds to minutes, reading the
-directory does not.  Does not know where conversions are cached.
+Parsing the metadata with its vocabulary takes seconds; what comes of it, configuration, tokenizer
+and an index of the tensors, is kept in a directory.  The weights themselves stay in the GGUF file
+and are expanded whenever they are loaded.  Does not know where the directory is kept.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from jaxserve.files import write_json
+from jaxserve.files import read_json, write_json
 from jaxserve.loading.arrays import Array, cast
-from jaxserve.loading.canonical import leaves
+from jaxserve.loading.canonical import Put, build_tree, fuse, leaves
 from jaxserve.loading.gguf_config import hf_config
 from jaxserve.loading.gguf_tokenizer import write_tokenizer
 from jaxserve.loading.hf import write_config, write_weights
 from jaxserve.models.config import ModelConfig
 
 MAGIC = b"GGUF"
+TENSORS = "tensors.json"
+"""The index: type, shape in bytes and place in the GGUF file of each tensor, by its new name."""
 
 _NAMES = {
     "token_embd": "model.embed_tokens",
@@ -43,12 +46,27 @@ _LAYER_NAMES = {
 }
 
 
-def convert_gguf(path: Path, directory: Path, dtype: np.dtype[Any]) -> None:
-    """Write the Hugging Face directory of a GGUF file.
+def index_gguf(path: Path, directory: Path) -> None:
+    """Write everything but the weights: configuration, tokenizer, and where the tensors are.
 
-    Quantised blocks are expanded in float32 and then rounded to the dtype.  The query and key
-    rows of llama models are put back from llama.cpp's order (pairs side by side) into Hugging
-    Face's (first halves, then second halves).
+    Args:
+        path: the GGUF file.
+        directory: exists and is empty.
+
+    Raises:
+        ValueError: the file is truncated or no GGUF; its architecture, tokenizer or a tensor is
+            not supported; tensors are missing or of the wrong shape.
+    """
+    config, tensors = _translate(path, directory)
+    write_config(directory, config, None)
+    _check_types(tensors, path)
+    write_json(directory / TENSORS, {name: _entry(tensor) for name, tensor in tensors.items()})
+
+
+def convert_gguf(path: Path, directory: Path, dtype: np.dtype[Any]) -> None:
+    """Write the Hugging Face directory of a GGUF file, weights included.
+
+    Needs the host memory of one weight file.
 
     Args:
         path: the GGUF file.
@@ -56,9 +74,40 @@ def convert_gguf(path: Path, directory: Path, dtype: np.dtype[Any]) -> None:
         dtype: of the weights written.
 
     Raises:
-        ValueError: the file is truncated or no GGUF; its architecture, tokenizer or a tensor is
-            not supported; tensors are missing or of the wrong shape.
+        ValueError: as `index_gguf`.
     """
+    config, tensors = _translate(path, directory)
+    write_config(directory, config, dtype)
+    read = _reader(path, {name: _entry(tensor) for name, tensor in tensors.items()}, config, dtype)
+    names = (name for leaf in leaves(config) for name, _ in leaf.sources)
+    write_weights(directory, ((name, read(name)) for name in names))
+
+
+def load_gguf_params(
+    path: Path, directory: Path, config: ModelConfig, dtype: np.dtype[Any], put: Put
+) -> dict[str, Any]:
+    """Load a GGUF file's weights into the canonical tree, leaf by leaf.
+
+    Quantised blocks are expanded in float32 and then rounded to the dtype.  The query and key
+    rows of llama models are put back from llama.cpp's order (pairs side by side) into Hugging
+    Face's (first halves, then second halves).
+
+    Args:
+        path: the GGUF file.
+        directory: what `index_gguf` wrote for it.
+        config: the model's.
+        dtype: of every leaf.
+        put: places a leaf.  The array it gets may be kept.
+
+    Raises:
+        ValueError: the index or the file is damaged, or a value overflows float16.
+    """
+    read = _reader(path, read_json(directory / TENSORS), config, dtype)
+    return build_tree(config, lambda leaf: put(leaf.path, fuse(leaf, read, dtype)))
+
+
+def _translate(path: Path, directory: Path) -> tuple[ModelConfig, dict[str, Any]]:
+    """Write the tokenizer; return the configuration and the tensors by Hugging Face name."""
     reader = _open(path)
     metadata = {name: field for name, field in reader.fields.items()}
 
@@ -70,10 +119,10 @@ def convert_gguf(path: Path, directory: Path, dtype: np.dtype[Any]) -> None:
     config = ModelConfig.from_hf(hf_config(value, tensors, rope_factors))
     named = {_hf_name(name, path): tensor for name, tensor in tensors.items()}
     _check_names(set(named), config, path)
+    _check_shapes(named, config, path)
     write_tokenizer(value, directory)
-    write_config(directory, config, dtype)
-    write_weights(directory, _hf_tensors(named, config, dtype, path))
     write_json(directory / "source.json", {"gguf": str(path)})
+    return config, named
 
 
 def _open(path: Path) -> Any:
@@ -120,27 +169,66 @@ def _check_names(found: set[str], config: ModelConfig, path: Path) -> None:
         )
 
 
-def _hf_tensors(
-    named: dict[str, Any], config: ModelConfig, dtype: np.dtype[Any], path: Path
-) -> Iterator[tuple[str, Array]]:
+def _check_shapes(named: dict[str, Any], config: ModelConfig, path: Path) -> None:
     for leaf in leaves(config):
         for name, shape in leaf.sources:
-            array = _dequantize(named[name], name, path)
-            if array.shape != shape:
-                raise ValueError(f"{path}: {name} has shape {array.shape}, not {shape}")
-            if config.architecture in ("llama", "mistral"):
-                array = _unpermute(array, name, config)
-            yield name, cast(np.ascontiguousarray(array), dtype, name)
+            found = tuple(int(size) for size in reversed(named[name].shape))
+            if found != shape:
+                raise ValueError(f"{path}: {name} has shape {found}, not {shape}")
 
 
-def _dequantize(tensor: Any, name: str, path: Path) -> Array:
+def _check_types(named: dict[str, Any], path: Path) -> None:
+    """Expand one row of each type."""
+    one_of_each = {tensor.tensor_type: (name, tensor) for name, tensor in named.items()}
+    for kind, (name, tensor) in one_of_each.items():
+        _dequantize(tensor.data[:1], kind, f"{path}: {name}")
+
+
+def _entry(tensor: Any) -> dict[str, Any]:
+    return {
+        "type": tensor.tensor_type.name,
+        "dtype": tensor.data.dtype.str,
+        "shape": list(tensor.data.shape),
+        "offset": int(tensor.data_offset),
+    }
+
+
+def _reader(
+    path: Path, index: dict[str, Any], config: ModelConfig, dtype: np.dtype[Any]
+) -> Callable[[str], Array]:
+    """Reads a tensor by its Hugging Face name, in Hugging Face's order of rows."""
     import gguf
 
     try:
-        array: Array = gguf.dequantize(tensor.data, tensor.tensor_type)
+        file = np.memmap(path, np.uint8, "r").view(np.ndarray)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"cannot read {path}: {error}") from error
+
+    def read(name: str) -> Array:
+        try:
+            entry = index[name]
+            kind = gguf.GGMLQuantizationType[entry["type"]]
+            raw = np.ndarray(entry["shape"], entry["dtype"], file, entry["offset"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"the index of {path} does not fit it at {name} ({error}); remove the index"
+            ) from error
+        array = _dequantize(raw, kind, f"{path}: {name}")
+        if config.architecture in ("llama", "mistral"):
+            array = _unpermute(array, name, config)
+        return cast(np.ascontiguousarray(array), dtype, name)
+
+    return read
+
+
+def _dequantize(data: Array, kind: Any, what: str) -> Array:
+    import gguf
+
+    try:
+        array: Array = gguf.dequantize(data, kind)
     except NotImplementedError as error:
         raise ValueError(
-            f"{path}: {name} is quantised as {tensor.tensor_type.name}, which cannot be read; "
+            f"{what} is quantised as {kind.name}, which cannot be read; "
             "use another quantisation of the model"
         ) from error
     return array

@@ -5,8 +5,6 @@ The one place that knows every format; each format's own file knows the details.
 
 from __future__ import annotations
 
-import hashlib
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,22 @@ from typing import Any
 import numpy as np
 
 from jaxserve.config import EngineConfig
-from jaxserve.files import cache_directory, new_directory, read_json, read_json_if_there
-from jaxserve.loading.arrays import weight_dtype
+from jaxserve.files import (
+    cache_directory,
+    file_key,
+    new_directory,
+    read_json,
+    read_json_if_there,
+)
 from jaxserve.loading.canonical import Put
-from jaxserve.loading.hf import INDEX, SINGLE, load_hf_params
+from jaxserve.loading.hf import INDEX, SINGLE, load_hf_params, weight_files
 from jaxserve.loading.orbax import find_checkpoint, load_orbax_params
 from jaxserve.models.config import ModelConfig
+from jaxserve.progress import Progress
 from jaxserve.tokenizer import Tokenizer
 
-CONVERSION_VERSION = 1
-"""Raised when the conversion of GGUF files changes, so that old results are not reused."""
+CONVERSION_VERSION = 2
+"""Raised when what is read from a model's files changes, so that old results are not reused."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,25 +41,25 @@ class ModelSource:
     name: str
     """Short name, e.g. for a server to show."""
     files: Path
-    """The directory that is read; for a GGUF file its conversion."""
+    """The directory that is read; for a GGUF file what was translated from it, all but weights."""
     seed: int = 0
     """Of dummy weights."""
 
 
 def resolve(config: EngineConfig) -> ModelSource:
-    """Find the model and its format; fetch the demo model and convert a GGUF file if needed.
+    """Find the model and its format; fetch the demo model and index a GGUF file if needed.
 
-    A GGUF file is converted into a Hugging Face directory in the cache, once per file, dtype and
-    version of the conversion.
+    Configuration and tokenizer of a GGUF file are translated into a directory in the cache, once
+    per file and version of the translation.
 
     Raises:
         ValueError: there is no such path, its format is not recognised or is not the one asked
-            for, or it cannot be fetched or converted.
+            for, or it cannot be fetched or translated.
     """
     cache = cache_directory(config.cache_dir)
     path, form, name = locate(config.model, config.load_format, cache)
     if form == "gguf":
-        files = _converted(path, config.dtype, cache)
+        path, files = path.resolve(), _translated(path, cache)
     else:
         files = path if path.is_dir() else path.parent
     return ModelSource(path=path, format=form, name=name, files=files, seed=config.seed)
@@ -109,11 +113,30 @@ def load_params(
     """
     if source.format == "orbax":
         return load_orbax_params(source.files, config, dtype, put)
+    if source.format == "gguf":
+        from jaxserve.loading.gguf import load_gguf_params
+
+        return load_gguf_params(source.path, source.files, config, dtype, put)
     if source.format == "dummy":
         from jaxserve.loading.dummy import dummy_params
 
         return dummy_params(config, dtype, source.seed, put)
     return load_hf_params(source.files, config, dtype, put)
+
+
+def origin(source: ModelSource) -> list[Path]:
+    """The files that a model's weights come from; none for dummy weights.
+
+    Raises:
+        ValueError: they are not there.
+    """
+    if source.format == "gguf":
+        return [source.path]
+    if source.format == "hf":
+        return weight_files(source.files)
+    if source.format == "orbax" and (checkpoint := find_checkpoint(source.files)) is not None:
+        return [path for path in checkpoint.rglob("*") if path.is_file()]
+    return []
 
 
 def load_tokenizer(
@@ -148,21 +171,16 @@ def _locate_demo(load_format: str, cache: Path) -> tuple[Path, str, str]:
     return demo.fetch_demo_model(cache), "gguf", demo.NAME
 
 
-def _converted(path: Path, dtype_name: str, cache: Path) -> Path:
-    """The cached conversion of a GGUF file, made now if it is not there."""
-    dtype = weight_dtype(dtype_name)
+def _translated(path: Path, cache: Path) -> Path:
+    """What is cached of a GGUF file, made now if it is not there."""
     path = path.resolve()
-    stat = path.stat()
-    identity = f"{CONVERSION_VERSION} {path} {stat.st_size} {stat.st_mtime_ns}"
-    key = hashlib.sha256(identity.encode()).hexdigest()[:16]
-    target = cache / "converted" / f"{path.stem}-{dtype.name}-{key}"
+    target = cache / "gguf" / f"{path.stem}-{file_key(path, str(CONVERSION_VERSION))}"
     if not target.is_dir():
-        from jaxserve.loading.gguf import convert_gguf
+        from jaxserve.loading.gguf import index_gguf
 
-        print(f"Converting {path.name} to {dtype.name} once, into {target}", file=sys.stderr)
         try:
-            with new_directory(target) as partial:
-                convert_gguf(path, partial, dtype)
+            with Progress(f"reading {path.name} once"), new_directory(target) as partial:
+                index_gguf(path, partial)
         except FileExistsError:
             pass  # another process was faster; its result is the same
     return target

@@ -20,8 +20,9 @@ from flax import nnx
 from jax import lax
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.linear import linear
+from jaxserve.models.norm import rms_norm
 from jaxserve.models.rope import inv_freq
+from jaxserve.models.weight import Weight, as_weight
 
 Init = Callable[[tuple[int, ...]], jax.Array]
 """Makes one weight of a given shape."""
@@ -33,17 +34,16 @@ class Attend(Protocol):
     def __call__(
         self,
         layer: int,
-        q: jax.Array,  # [T, K * G, D], rotated
-        k: jax.Array,  # [T, K, D], rotated
-        v: jax.Array,  # [T, K, D]
+        qkv: jax.Array,  # f32[T, K, G + 2, D]
+        rotate: Rotation,
     ) -> jax.Array:  # [T, K * G, D]
-        """Attention output in the type of `q`."""
+        """Attention output in the model's type, of queries and keys rotated by `rotate`."""
 
 
 class Rotation:
-    """Cosines and sines of the rows' rotary angles (RoPE, arXiv:2104.09864)."""
+    """Rotary angles of the rows (RoPE, arXiv:2104.09864), and the splitting of `qkv`."""
 
-    def __init__(self, config: ModelConfig, positions: jax.Array) -> None:
+    def __init__(self, config: ModelConfig, positions: jax.Array, dtype: np.dtype[Any]) -> None:
         """Compute the angles of `positions`, i32[T], once for all layers.
 
         The barrier keeps XLA from recomputing them inside every layer that uses them.
@@ -51,23 +51,23 @@ class Rotation:
         frequencies = inv_freq(config.rope, config.head_dim).astype(np.float32)
         angles = positions.astype(jnp.float32)[:, None] * frequencies
         scale = config.rope.attention_scaling
+        self.dtype = dtype
         self.cos, self.sin = lax.optimization_barrier(
-            (jnp.cos(angles)[:, None] * scale, jnp.sin(angles)[:, None] * scale)
-        )
+            (jnp.cos(angles) * scale, jnp.sin(angles) * scale)
+        )  # f32[T, D / 2]
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Rotate `x` f32[T, heads, D], its first half against its second."""
+        cos, sin = self.cos[:, None], self.sin[:, None]
         first, second = jnp.split(x, 2, axis=-1)
-        return jnp.concatenate(
-            [first * self.cos - second * self.sin, second * self.cos + first * self.sin], axis=-1
-        )
+        return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
-
-def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """`x / rms(x) * scale` over the last axis, in float32 (arXiv:1910.07467)."""
-    x = x.astype(jnp.float32)
-    mean_square = jnp.mean(x * x, axis=-1, keepdims=True)
-    return x * lax.rsqrt(mean_square + eps) * scale.astype(jnp.float32)
+    def split(self, qkv: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Rotated queries [T, K * G, D] and keys [T, K, D], and values, in the model's type."""
+        q = qkv[:, :, :-2].reshape(qkv.shape[0], -1, qkv.shape[-1])
+        k, v = qkv[:, :, -2], qkv[:, :, -1]
+        q, k, v = (x.astype(self.dtype) for x in (self(q), self(k), v))
+        return q, k, v
 
 
 class SelfAttention(nnx.Module):
@@ -87,21 +87,23 @@ class SelfAttention(nnx.Module):
             self.k_norm = nnx.Param(init((head_dim,)))
 
     def __call__(
-        self, x: jax.Array, layer: int, rotate: Rotation, attend: Attend
-    ) -> jax.Array:  # x [T, H] -> f32[T, H]
-        """Project, rotate, attend, project back."""
-        qkv = linear(x, self.qkv[...])  # f32[T, K, G + 2, D]
+        self, x: jax.Array, norm: jax.Array, layer: int, rotate: Rotation, attend: Attend
+    ) -> jax.Array:  # x f32[T, H] -> f32[T, H]
+        """Add to `x`: normalise, project, attend, project back."""
+        qkv = weight(self.qkv).norm_linear(x, norm, self.config.rms_eps)  # f32[T, K, G + 2, D]
         if self.config.qkv_bias:
             qkv = qkv + self.qkv_bias[...].astype(jnp.float32)
-        q = qkv[:, :, : self.group].reshape(x.shape[0], -1, self.config.head_dim)
-        k, v = qkv[:, :, self.group], qkv[:, :, self.group + 1]
         if self.config.qk_norm:
-            q = rms_norm(q, self.q_norm[...], self.config.rms_eps)
-            k = rms_norm(k, self.k_norm[...], self.config.rms_eps)
-        q, k, v = (y.astype(x.dtype) for y in (rotate(q), rotate(k), v))
-        attended = attend(layer, q, k, v)
+            qkv = self._norm_heads(qkv)
+        attended = attend(layer, qkv, rotate)
         grouped = attended.reshape(x.shape[0], -1, self.group, self.config.head_dim)
-        return linear(grouped, self.out[...], contract=3)
+        return weight(self.out, inputs=3).linear_add(grouped, x)
+
+    def _norm_heads(self, qkv: jax.Array) -> jax.Array:
+        q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]
+        q = rms_norm(q, self.q_norm[...], self.config.rms_eps)
+        k = rms_norm(k, self.k_norm[...], self.config.rms_eps)
+        return jnp.concatenate([q, k, v], axis=2)
 
 
 class MLP(nnx.Module):
@@ -109,14 +111,14 @@ class MLP(nnx.Module):
 
     def __init__(self, config: ModelConfig, init: Init) -> None:
         """Make the weights of one layer's network."""
+        self.config = config
         self.gate_up = nnx.Param(init((config.intermediate_size, 2, config.hidden_size)))
         self.down = nnx.Param(init((config.hidden_size, config.intermediate_size)))
 
-    def __call__(self, x: jax.Array) -> jax.Array:  # x [T, H] -> f32[T, H]
-        """Apply the network to each row."""
-        gate_up = linear(x, self.gate_up[...])  # f32[T, F, 2]
-        hidden = jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1]
-        return linear(hidden.astype(x.dtype), self.down[...])
+    def __call__(self, x: jax.Array, norm: jax.Array) -> jax.Array:  # f32[T, H] -> f32[T, H]
+        """Add to `x`: normalise and apply the network to each row."""
+        hidden = weight(self.gate_up).norm_swiglu(x, norm, self.config.rms_eps)
+        return weight(self.down).linear_add(hidden, x)
 
 
 class Block(nnx.Module):
@@ -124,7 +126,6 @@ class Block(nnx.Module):
 
     def __init__(self, config: ModelConfig, init: Init) -> None:
         """Make the weights of one layer."""
-        self.eps = config.rms_eps
         self.attn_norm = nnx.Param(init((config.hidden_size,)))
         self.attn = SelfAttention(config, init)
         self.mlp_norm = nnx.Param(init((config.hidden_size,)))
@@ -132,11 +133,8 @@ class Block(nnx.Module):
 
     def __call__(self, x: jax.Array, layer: int, rotate: Rotation, attend: Attend) -> jax.Array:
         """Add attention, then the feed-forward network, to the residual stream."""
-        dtype = self.attn.qkv[...].dtype
-        normed = rms_norm(x, self.attn_norm[...], self.eps).astype(dtype)
-        x = x + self.attn(normed, layer, rotate, attend)
-        normed = rms_norm(x, self.mlp_norm[...], self.eps).astype(dtype)
-        return x + self.mlp(normed)
+        x = self.attn(x, self.attn_norm[...], layer, rotate, attend)
+        return self.mlp(x, self.mlp_norm[...])
 
 
 class Llama(nnx.Module):
@@ -158,17 +156,34 @@ class Llama(nnx.Module):
         attend: Attend,
     ) -> jax.Array:  # f32[T, H]
         """Hidden rows before the last norm, one per token."""
-        x: jax.Array = self.embed.at[tokens].get(mode="clip").astype(jnp.float32)
-        rotate = Rotation(self.config, positions)
+        embed = weight(self.embed)
+        x = embed.rows(tokens)
+        rotate = Rotation(self.config, positions, embed.dtype)
         for i, layer in enumerate(self.layers):
             x = layer(x, i, rotate, attend)
         return x
 
     def logits(self, hidden: jax.Array) -> jax.Array:  # f32[T, H] -> f32[T, V]
         """Logits over the vocabulary of hidden rows."""
-        weight = self.embed if self.config.tie_embeddings else self.head
-        normed = rms_norm(hidden, self.norm[...], self.config.rms_eps)
-        return linear(normed.astype(weight[...].dtype), weight[...])
+        return self._head.norm_linear(hidden, self.norm[...], self.config.rms_eps)
+
+    def greedy(
+        self, hidden: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:  # f32[T, H] -> i32[T], f32[T]
+        """Lowest id of the largest logit of hidden rows, and the logit.
+
+        The logit is not finite if the row's logits are of no use.
+        """
+        return self._head.norm_argmax(hidden, self.norm[...], self.config.rms_eps)
+
+    @property
+    def _head(self) -> Weight:
+        return weight(self.embed if self.config.tie_embeddings else self.head)
+
+
+def weight(param: nnx.Param[Any], inputs: int = 1) -> Weight:
+    """What a parameter holds, an array or a backend's own form, as a `Weight`."""
+    return as_weight(param.get_value(), inputs)
 
 
 Params = dict[Any, Any]
@@ -185,6 +200,12 @@ def abstract_model(
 
     graph, state = nnx.split(nnx.eval_shape(make))
     return graph, state
+
+
+def abstract_params(config: ModelConfig, dtype: np.dtype) -> Params:
+    """Shapes and types of the canonical tree, without any memory."""
+    pure: Params = nnx.to_pure_dict(abstract_model(config, dtype)[1])
+    return pure
 
 
 def bind(config: ModelConfig, params: Params) -> Llama:

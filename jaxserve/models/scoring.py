@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jaxserve.models.config import ModelConfig
-from jaxserve.models.llama import Attend, Llama
+from jaxserve.models.llama import Attend, Llama, Rotation
 
 
 def sequence_log_prob(
@@ -50,7 +50,8 @@ def dense_causal(config: ModelConfig) -> Attend:
     memory is quadratic in the number of rows.
     """
 
-    def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    def attend(layer: int, qkv: jax.Array, rotate: Rotation) -> jax.Array:
+        q, k, v = rotate.split(qkv)
         grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[2])
         row = jnp.arange(q.shape[0], dtype=jnp.int32)
         distance = row[:, None] - row

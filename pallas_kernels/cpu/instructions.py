@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _AVX2 = ("avx2", "fma", "f16c")
-_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni")
+_AVX512 = (*_AVX2, "avx512f", "avx512bw", "avx512dq", "avx512vl")
 _BF16 = (*_AVX512, "avx512_bf16")
 
 
@@ -34,14 +34,12 @@ class InstructionSet:
 
 _COMPILER_WORDS = {
     "avx512_bf16": "avx512bf16",
-    "avx512_vnni": "avx512vnni",
     "amx_tile": "amx-tile",
     "amx_bf16": "amx-bf16",
-    "amx_int8": "amx-int8",
 }
 
 _ALL = (
-    InstructionSet("amx", (*_BF16, "amx_tile", "amx_bf16", "amx_int8"), ("JAXSERVE_AMX",)),
+    InstructionSet("amx", (*_BF16, "amx_tile", "amx_bf16"), ("JAXSERVE_AMX",)),
     InstructionSet("avx512_bf16", _BF16),
     InstructionSet("avx512", _AVX512),
     InstructionSet("avx2", _AVX2),

@@ -1,10 +1,8 @@
 """The kernels as functions of JAX arrays.
 
-Weights are `[panels, steps, 32, per_step]` of `packing.pack`; `extra` is empty for bfloat16
-weights, and for int8 ones `(scales f32[panels * 32], offsets i32[panels * 32])`, where an offset
-is -128 times the sum of its output's weights.  Products of int8 weights quantise each row to 8
-bits by its largest magnitude (LLM.int8, arXiv:2208.07339, without its outlier part).  All results
-are exact functions of their row: no other row can change a bit of them.
+Weights are bfloat16 `[panels, steps, 32, 2]` of `packing.pack`, or 8 bits with scales of groups,
+`u8[panels, groups, 1088]` of `packing.pack_groups`, each rounded to bfloat16 on its way into the
+product.  A result is a function of its row: no other row can change a bit of it.
 """
 
 from __future__ import annotations
@@ -18,19 +16,16 @@ import numpy as np
 
 from pallas_kernels.cpu.library import target
 
-Extra = tuple[jax.Array, ...]
-
 
 def linear(
     kernels: str,
     x: jax.Array,  # bf16[rows, k]
     weight: jax.Array,
-    extra: Extra,
     outputs: int,
 ) -> jax.Array:  # f32[rows, outputs]
-    """`x @ weight.T`, accumulated in float32 (bfloat16) or exactly (int8)."""
+    """`x @ weight.T`, accumulated in float32."""
     out = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
-    rows: jax.Array = _call(kernels, "linear", out)(x, weight, *extra)
+    rows: jax.Array = _call(kernels, "linear", out)(x, weight)
     return rows
 
 
@@ -38,12 +33,11 @@ def linear_add(
     kernels: str,
     x: jax.Array,  # bf16[rows, k]
     weight: jax.Array,
-    extra: Extra,
     residual: jax.Array,  # f32[rows, outputs]
 ) -> jax.Array:  # f32[rows, outputs]
     """`residual + x @ weight.T`."""
     out = jax.ShapeDtypeStruct(residual.shape, jnp.float32)
-    rows: jax.Array = _call(kernels, "linear_add", out)(x, weight, residual, *extra)
+    rows: jax.Array = _call(kernels, "linear_add", out)(x, weight, residual)
     return rows
 
 
@@ -53,14 +47,11 @@ def norm_linear(
     gain: jax.Array,  # bf16[k]
     eps: float,
     weight: jax.Array,
-    extra: Extra,
     outputs: int,
 ) -> jax.Array:  # f32[rows, outputs]
     """`rms_norm(x) * gain`, rounded to the weights' type, times the weights."""
     out = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
-    rows: jax.Array = _call(kernels, "norm_linear", out)(
-        x, gain, weight, *extra, eps=np.float32(eps)
-    )
+    rows: jax.Array = _call(kernels, "norm_linear", out)(x, gain, weight, eps=np.float32(eps))
     return rows
 
 
@@ -70,14 +61,11 @@ def norm_swiglu(
     gain: jax.Array,  # bf16[k]
     eps: float,
     weight: jax.Array,  # gates and ups as `packing.interleave` orders them
-    extra: Extra,
     width: int,
 ) -> jax.Array:  # bf16[rows, width]
     """`silu(gate) * up` of `norm_linear`'s result (SwiGLU, arXiv:2002.05202)."""
     out = jax.ShapeDtypeStruct((x.shape[0], width), jnp.bfloat16)
-    rows: jax.Array = _call(kernels, "norm_swiglu", out)(
-        x, gain, weight, *extra, eps=np.float32(eps)
-    )
+    rows: jax.Array = _call(kernels, "norm_swiglu", out)(x, gain, weight, eps=np.float32(eps))
     return rows
 
 
@@ -87,7 +75,6 @@ def norm_argmax(
     gain: jax.Array,  # bf16[k]
     eps: float,
     weight: jax.Array,
-    extra: Extra,
     outputs: int,
 ) -> tuple[jax.Array, jax.Array]:  # i32[rows], f32[rows]
     """Lowest output of the largest value of `norm_linear`, and the value; no logits are written.
@@ -100,7 +87,7 @@ def norm_argmax(
         jax.ShapeDtypeStruct((rows,), jnp.float32),
     )
     token, most = _call(kernels, "norm_argmax", out)(
-        x, gain, weight, *extra, eps=np.float32(eps), outputs=np.int32(outputs)
+        x, gain, weight, eps=np.float32(eps), outputs=np.int32(outputs)
     )
     return token, most
 
@@ -109,14 +96,13 @@ def weight_rows(
     kernels: str,
     tokens: jax.Array,  # i32[rows]
     weight: jax.Array,
-    extra: Extra,
     outputs: int,
     inputs: int,
 ) -> jax.Array:  # f32[rows, inputs]
     """Rows of `[outputs, inputs]` weights, which a head and an embedding may share."""
     out = jax.ShapeDtypeStruct((tokens.shape[0], inputs), jnp.float32)
     call = _call(kernels, "weight_rows", out)
-    rows: jax.Array = call(tokens, weight, *extra, outputs=np.int32(outputs))
+    rows: jax.Array = call(tokens, weight, outputs=np.int32(outputs))
     return rows
 
 

@@ -13,6 +13,8 @@ import numpy.typing as npt
 Array = npt.NDArray[Any]
 
 PANEL = 32
+GROUP = 32
+"""Inputs that share a scale in grouped weights."""
 _STEP_BYTES = 4
 _STEPS = 16
 
@@ -20,13 +22,18 @@ _STEPS = 16
 def pack(weight: Array) -> Array:
     """`[n, k]` as `[panels, steps, 32, per_step]`, zeros where there was nothing.
 
-    `per_step` inputs fill 4 bytes: 2 of bfloat16, 4 of int8.
+    `per_step` inputs fill 4 bytes: 2 of bfloat16.
     """
     outputs, inputs = weight.shape
     per_step = _STEP_BYTES // weight.dtype.itemsize
     padding = (-outputs % PANEL, -inputs % (_STEPS * per_step))
     if any(padding):
         weight = np.pad(weight, ((0, padding[0]), (0, padding[1])))
+    return pack_rows(weight, per_step)
+
+
+def pack_rows(weight: Array, per_step: int) -> Array:
+    """Whole panels and steps of `[n, k]` as `[n / 32, k / per_step, 32, per_step]`."""
     split = weight.reshape(-1, PANEL, weight.shape[1] // per_step, per_step)
     return np.ascontiguousarray(split.transpose(0, 2, 1, 3))
 
@@ -36,6 +43,30 @@ def unpack(packed: Array, outputs: int, inputs: int) -> Array:
     panels, steps, _, per_step = packed.shape
     weight = packed.transpose(0, 2, 1, 3).reshape(panels * PANEL, steps * per_step)
     return np.ascontiguousarray(weight[:outputs, :inputs])
+
+
+def pack_groups(weight: Array, scale: Array) -> Array:
+    """`int8[n, k]` with `bf16[n, k / 32]` scales as `u8[panels, groups, 1088]`.
+
+    A group is 32 inputs: 32 scales of 2 bytes, then 16 steps of 32 outputs with 2 inputs each.
+    """
+    outputs, groups = scale.shape
+    padding = ((0, -outputs % PANEL), (0, groups * GROUP - weight.shape[1]))
+    steps = pack_rows(np.pad(weight, padding), 2)  # [panels, steps, 32, 2]
+    codes = steps.reshape(len(steps), groups, -1).view(np.uint8)
+    scales = np.pad(scale, (padding[0], (0, 0))).reshape(-1, PANEL, groups).swapaxes(1, 2)
+    return np.concatenate([np.ascontiguousarray(scales).view(np.uint8), codes], axis=2)
+
+
+def unpack_groups(
+    packed: Array, outputs: int, inputs: int, scale_dtype: Any
+) -> tuple[Array, Array]:
+    """The inverse of `pack_groups`: weights and scales."""
+    panels, groups, _ = packed.shape
+    codes = np.ascontiguousarray(packed[:, :, 2 * PANEL :]).view(np.int8)
+    weight = unpack(codes.reshape(panels, groups * _STEPS, PANEL, 2), outputs, inputs)
+    scales = np.ascontiguousarray(packed[:, :, : 2 * PANEL]).view(scale_dtype).swapaxes(1, 2)
+    return weight, np.ascontiguousarray(scales.reshape(-1, groups)[:outputs])
 
 
 def interleave(gate_up: Array) -> Array:

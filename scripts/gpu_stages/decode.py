@@ -44,6 +44,7 @@ def run(context: Context) -> None:
         max_model_len=2 * context_len,
         max_num_batched_tokens=chunk + max(slots),
         prefill_buckets=(chunk // 8, chunk) if modes else (chunk,),
+        multi_step=1,
         batch_buckets=tuple(sorted({*slots, modes_slots})) if modes else slots,
     )
     result: dict[str, Any] = {

@@ -191,6 +191,8 @@ class FakeEngine:
     def stats(self) -> SimpleNamespace:
         return SimpleNamespace(
             steps=self.num_steps,
+            dispatches=self.num_steps,
+            discarded_tokens=0,
             slot_utilisation=0.5,
             padded_share=0.25,
             preemptions=0,

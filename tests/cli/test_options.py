@@ -27,6 +27,7 @@ ENGINE_FLAGS = {
     "enable_chunked_prefill": (False, False),
     "scheduling_policy": ("priority", "priority"),
     "async_scheduling": (False, False),
+    "multi_step": ("4", 4),
     "batch_buckets": ("8,16", (8, 16)),
     "prefill_buckets": ("32", (32,)),
     "warm_up": (False, False),

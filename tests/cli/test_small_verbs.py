@@ -11,6 +11,8 @@ from jaxserve.cli.tables import sections, table
 NAMES_OF_THE_BENCH = [
     "output_tokens",
     "steps",
+    "dispatches",
+    "discarded_tokens",
     "output_tokens_per_s",
     "slot_utilisation",
     "padded_share",

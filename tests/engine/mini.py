@@ -56,6 +56,7 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 256,
     "num_kv_blocks": 300,
     "max_logprobs": 5,
+    "multi_step": 8,
 }
 
 
@@ -105,6 +106,7 @@ class Mini:
         max_len: int | None = None,
         eos: frozenset[int] = frozenset(),
         asynchronous: bool = True,
+        multi_step: int = 1,
         seed: int = 0,
         **limits: Any,
     ) -> Engine:
@@ -118,6 +120,7 @@ class Mini:
             max_len: longest sequence; lowered to what the pool holds.
             eos: end tokens of the model.
             asynchronous: one step in flight.
+            multi_step: most decode steps of one dispatch.
             seed: of the requests without a seed.
             limits: further fields of `SchedulerConfig`.
         """
@@ -131,6 +134,7 @@ class Mini:
             token_budget=max(budget, slots or self.options["max_num_seqs"]),
             max_prefill_tokens=chunk,
             max_model_len=min(longest, (pages - 1) * page_size + 1),
+            multi_step=multi_step,
             **limits,
         )
         return Engine(

@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxserve.carry import Carry, CarrySizes, SlotPacker, set_slot
-from jaxserve.sampler import Sampled, adjust, sample
+from jaxserve.sampler import Sampled, sample
+from jaxserve.sampling.adjust import adjust
+from jaxserve.sampling.largest import argmax
 from jaxserve.sampling_params import SamplingParams
 
 VOCAB = 200
@@ -39,8 +41,12 @@ class Slot:
 
 
 _set = jax.jit(functools.partial(set_slot, sizes=SIZES))
-_sample = jax.jit(functools.partial(sample, num_top=NUM_TOP))
 _adjust = jax.jit(adjust)
+
+
+@jax.jit
+def _sample(logits: jax.Array, *rest: jax.Array) -> Sampled:
+    return sample(lambda: logits, lambda: (argmax(logits), logits.max(-1)), *rest, num_top=NUM_TOP)
 
 
 def zeros() -> Carry:
@@ -74,7 +80,7 @@ def run_adjust(logits: np.ndarray, slots: Sequence[Slot]) -> np.ndarray:
 
 
 def run_sample(
-    logits: np.ndarray,  # [NUM_SLOTS, VOCAB]
+    logits: np.ndarray,  # [rows, VOCAB]
     carry: Carry,
     positions: Sequence[int] | np.ndarray,
     rows: Sequence[int] | None = None,
@@ -84,9 +90,9 @@ def run_sample(
     result = _sample(
         logits.astype(np.float32),
         carry,
-        np.arange(NUM_SLOTS, dtype=np.int32) if rows is None else np.array(rows, np.int32),
+        np.arange(len(logits), dtype=np.int32) if rows is None else np.array(rows, np.int32),
         np.array(positions, np.int32),
-        np.ones(NUM_SLOTS, bool) if active is None else np.array(active),
+        np.ones(len(logits), bool) if active is None else np.array(active),
     )
     return Sampled(*(np.asarray(part) for part in result))  # type: ignore[arg-type]
 

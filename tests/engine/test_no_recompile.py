@@ -65,6 +65,7 @@ def test_a_fuzz_of_everything_compiles_nothing(mini: Mini) -> None:
         pages=-(-(LONGEST - 1) // 8) + 20,
         eos=frozenset({2, 7}),
         max_len=LONGEST,
+        multi_step=4,
         policy="priority",
     )
     features: set[str] = set()
@@ -97,6 +98,7 @@ def test_a_fuzz_of_everything_compiles_nothing(mini: Mini) -> None:
     assert reasons == {"stop", "length", "abort"}
     assert features == {name for name, _ in FEATURES}
     assert set(stats.steps_by_shape) == {str(shape) for shape in mini.runner.shapes.all()}
+    assert stats.dispatches < stats.steps
     assert num_aborted > 20
     assert stats.preemptions > 20
     assert stats.prefix_hit_tokens > 1000

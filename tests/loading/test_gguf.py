@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import math
 import re
 import time
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file
 
 from jaxserve.config import EngineConfig
 from jaxserve.loading import load_config, load_params, load_tokenizer, resolve
-from jaxserve.loading.canonical import build_tree, fuse
+from jaxserve.loading.canonical import build_tree, fuse, get
 from jaxserve.loading.gguf_config import hf_config
 from jaxserve.models.config import ModelConfig
 from tests.loading.gguf_files import write_gguf
@@ -98,25 +99,67 @@ def test_tokenizer_is_the_original(tmp_path, llama):
     assert got.chat_template == "{{ messages[0]['content'] }}"
 
 
-def test_conversion_is_done_once_per_file_and_dtype(tmp_path, llama, capsys):
+def test_metadata_is_translated_once_per_file(tmp_path, llama):
     path = write_gguf(tmp_path / "m.gguf", llama)
     first = resolve(engine_config(path, tmp_path))
-    assert "Converting m.gguf to float32 once" in capsys.readouterr().err
-    assert resolve(engine_config(path, tmp_path)).files == first.files
-    assert capsys.readouterr().err == ""
-    bfloat16 = resolve(engine_config(path, tmp_path, "auto"))
-    assert bfloat16.files != first.files
-    tree = load_params(bfloat16, load_config(bfloat16), np.dtype(ml_dtypes.bfloat16), keep)
+    assert sorted(file.name for file in first.files.iterdir()) == [
+        "config.json",
+        "generation_config.json",
+        "source.json",
+        "tensors.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    (first.files / "source.json").write_text("mine")
+    again = resolve(engine_config(path, tmp_path, "auto"))
+    assert again.files == first.files
+    assert (again.files / "source.json").read_text() == "mine"
+    tree = load_params(again, load_config(again), np.dtype(ml_dtypes.bfloat16), keep)
     assert tree["norm"].dtype == ml_dtypes.bfloat16
     write_gguf(path, llama, metadata={"general.name": "another"})
     assert resolve(engine_config(path, tmp_path)).files != first.files
 
 
-def test_a_failed_conversion_leaves_nothing(tmp_path, llama):
+def test_weights_are_rounded_once(tmp_path, llama):
+    """From the file's own type to the one asked for, with no other between them."""
+    source = resolve(engine_config(write_gguf(tmp_path / "m.gguf", llama), tmp_path))
+    config = load_config(source)
+    exact = load_params(source, config, F32, keep)
+    half = np.dtype(np.float16)
+    got = load_params(source, config, half, keep)
+    assert_same_tree(got, build_tree(config, lambda leaf: get(exact, leaf.path).astype(half)))
+
+
+def test_an_index_that_does_not_fit_the_file(tmp_path, llama):
+    source = resolve(engine_config(write_gguf(tmp_path / "m.gguf", llama), tmp_path))
+    config = load_config(source)
+    whole = source.path.read_bytes()
+    source.path.write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(ValueError, match=r"the index of .* does not fit it at model"):
+        load_params(source, config, F32, keep)
+    source.path.write_bytes(whole)
+    index = json.loads((source.files / "tensors.json").read_text())
+    del index["model.norm.weight"]
+    (source.files / "tensors.json").write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"does not fit it at model\.norm\.weight"):
+        load_params(source, config, F32, keep)
+
+
+def test_a_type_that_cannot_be_expanded(tmp_path, llama, monkeypatch):
+    def refuse(data, kind):
+        raise NotImplementedError
+
+    path = write_gguf(tmp_path / "m.gguf", llama, quantisation="Q8_0")
+    monkeypatch.setattr(gguf, "dequantize", refuse)
+    with pytest.raises(ValueError, match=r"is quantised as .*, which cannot be read"):
+        resolve(engine_config(path, tmp_path))
+
+
+def test_a_failed_translation_leaves_nothing(tmp_path, llama):
     path = write_gguf(tmp_path / "m.gguf", llama, metadata={"tokenizer.ggml.pre": "unheard-of"})
     with pytest.raises(ValueError, match="'unheard-of' is not known"):
         resolve(engine_config(path, tmp_path))
-    assert list((tmp_path / "cache" / "converted").iterdir()) == []
+    assert list((tmp_path / "cache" / "gguf").iterdir()) == []
 
 
 @pytest.mark.parametrize(
@@ -237,16 +280,6 @@ def test_demo_model(demo_source):
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (9, 3, 64)
     assert (config.rope.theta, config.tie_embeddings) == (100000, True)
     assert (config.max_position, config.eos_token_ids) == (8192, (2,))
-
-
-def test_demo_model_loads_fast_once_converted(demo_source):
-    """In processor time, which other work on the machine does not change much."""
-    start = time.process_time()
-    source = resolve(EngineConfig(dtype="bfloat16"))
-    config = load_config(source)
-    load_tokenizer(source)
-    load_params(source, config, np.dtype(ml_dtypes.bfloat16), keep)
-    assert time.process_time() - start < 1.5
 
 
 @pytest.mark.slow

@@ -9,13 +9,15 @@ hashes.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from scheduler import NULL_PAGE, FinishReason, ScheduledTokens, Sequence, StepPlan
 
 VOCAB_SIZE = 5
 GARBAGE = -1
-"""What the device returns for entries that do not sample."""
+"""What padding writes."""
 
 
 @dataclass(eq=False)
@@ -28,6 +30,8 @@ class Request:
     """The token at this position gives logits that are not finite, if this sequence computes it."""
     stops_after: int | None = None
     """A stop string is complete with this many output tokens."""
+    ends_on_device: bool = True
+    """The device knows its `stop_ids`; if not, the host alone finds them."""
     _chain: list[int] = field(default_factory=list)
 
     def token(self, position: int) -> int:
@@ -53,12 +57,12 @@ class Request:
             if seq.max_tokens == 0:
                 return output, FinishReason.LENGTH, None
             output.append(self.token(position))
+            if len(output) == self.stops_after:
+                return output, FinishReason.STOP, None
             if output[-1] in seq.stop_ids and len(output) >= seq.min_tokens:
                 return output, FinishReason.STOP, output[-1]
             if len(output) == seq.max_tokens:
                 return output, FinishReason.LENGTH, None
-            if len(output) == self.stops_after:
-                return output, FinishReason.STOP, None
 
 
 @dataclass
@@ -71,6 +75,17 @@ class Slot:
     """Of the weights when it got the slot: what it reads is no older."""
     newest: tuple[int, int] | None = None
     """Position and id of the token sampled last."""
+    ended: bool = False
+    """By a token or by logits that are not finite: it decodes no more."""
+
+
+class Span(NamedTuple):
+    """Positions of an entry that one step computes."""
+
+    index: int
+    entry: ScheduledTokens
+    start: int
+    end: int
 
 
 class FakeDevice:
@@ -85,18 +100,36 @@ class FakeDevice:
         self._slots: dict[int, Slot] = {}
         self._sampled: set[tuple[str, int]] = set()
 
-    def run(self, plan: StepPlan) -> tuple[list[int], set[int]]:
-        """Run one step: a token per entry, and the entries that gave no finite logits."""
+    def run(self, plan: StepPlan) -> tuple[list[list[int]], set[int]]:
+        """Run a plan: the tokens of each entry, and the entries that gave no finite logits."""
         self._receive(plan)
-        for entry in plan.entries:
-            self._check_reads(entry, entry.start)
-        self._write_padding()
-        for entry in plan.entries:
-            self._write(entry)
-        for entry in plan.entries:
-            self._check_reads(entry, entry.end)
-        tokens = [self._sample(entry) for entry in plan.entries]
-        return tokens, {i for i, entry in enumerate(plan.entries) if self._is_broken(entry)}
+        tokens: list[list[int]] = [[] for _ in plan.entries]
+        failed: set[int] = set()
+        for step in range(plan.num_steps):
+            spans = list(self._spans(plan, step))
+            for span in spans:
+                self._check_reads(span.entry, span.start)
+            self._write_padding()
+            for span in spans:
+                self._write(span)
+            for span in spans:
+                self._check_reads(span.entry, span.end)
+            for span in spans:
+                if self._is_broken(span):
+                    self._slots[span.entry.slot].ended = True
+                    failed.add(span.index)
+                elif span.entry.samples:
+                    tokens[span.index].append(self._sample(span))
+        return tokens, failed
+
+    def _spans(self, plan: StepPlan, step: int) -> Iterator[Span]:
+        """What one step of a plan computes."""
+        for index, entry in enumerate(plan.entries):
+            if not entry.is_decode:
+                assert plan.num_steps == 1, "a step of several has a prefill chunk"
+                yield Span(index, entry, entry.start, entry.end)
+            elif step < entry.count and not self._slots[entry.slot].ended:
+                yield Span(index, entry, entry.start + step, entry.start + step + 1)
 
     def _receive(self, plan: StepPlan) -> None:
         for seq in plan.admitted:
@@ -113,9 +146,9 @@ class FakeDevice:
         assert page != NULL_PAGE
         return page, position % self._page_size
 
-    def _is_broken(self, entry: ScheduledTokens) -> bool:
-        breaks_at = self._slots[entry.slot].request.breaks_at
-        return breaks_at is not None and breaks_at < entry.end
+    def _is_broken(self, span: Span) -> bool:
+        breaks_at = self._slots[span.entry.slot].request.breaks_at
+        return breaks_at is not None and breaks_at < span.end
 
     def _check_reads(self, entry: ScheduledTokens, end: int) -> None:
         slot = self._slots[entry.slot]
@@ -132,9 +165,10 @@ class FakeDevice:
         for offset in range(self._page_size):
             self._cells[NULL_PAGE, offset] = GARBAGE
 
-    def _write(self, entry: ScheduledTokens) -> None:
+    def _write(self, span: Span) -> None:
+        entry = span.entry
         slot = self._slots[entry.slot]
-        for position, token in enumerate(self._inputs(entry), entry.start):
+        for position, token in enumerate(self._inputs(span), span.start):
             if position == 0:
                 before: int | None = hash(entry.seq.cache_salt)
             else:
@@ -144,24 +178,26 @@ class FakeDevice:
             self._cells[cell] = None if broken else hash((before, token))
             self._versions[cell] = self.version
 
-    def _inputs(self, entry: ScheduledTokens) -> list[int]:
+    def _inputs(self, span: Span) -> list[int]:
         """The tokens to compute: the device's own in decode, else those that the host sends."""
+        entry = span.entry
         if entry.is_decode:
             newest = self._slots[entry.slot].newest
             assert newest is not None, "a decode entry in a slot that has sampled nothing"
             position, token = newest
-            assert (position, 1) == (entry.start, entry.count)
+            assert position == span.start
             return [token]
         assert len(entry.token_ids) == entry.count, "the host does not know what it sends"
         return entry.token_ids
 
-    def _sample(self, entry: ScheduledTokens) -> int:
-        if not entry.samples:
-            return GARBAGE
-        name = (entry.seq.seq_id, entry.end)
+    def _sample(self, span: Span) -> int:
+        seq = span.entry.seq
+        name = (seq.seq_id, span.end)
         assert name not in self._sampled, f"{name} is sampled twice: a token was thrown away"
         self._sampled.add(name)
-        slot = self._slots[entry.slot]
-        token = slot.request.token(entry.end)
-        slot.newest = (entry.end, token)
+        slot = self._slots[span.entry.slot]
+        token = slot.request.token(span.end)
+        slot.newest = (span.end, token)
+        late_enough = span.end + 1 - seq.num_prompt >= seq.min_tokens
+        slot.ended = slot.request.ends_on_device and token in seq.stop_ids and late_enough
         return token

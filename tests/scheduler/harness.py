@@ -44,7 +44,7 @@ class Harness:
         pool = BlockPool(num_pages, page_size)
         self.scheduler = Scheduler(make_config(**limits), pool, admission)
         self.device = FakeDevice(page_size)
-        self.in_flight: deque[tuple[StepPlan, list[int], set[int]]] = deque()
+        self.in_flight: deque[tuple[StepPlan, list[list[int]], set[int]]] = deque()
         self.requests: list[Request] = []
 
     def add(
@@ -55,6 +55,7 @@ class Harness:
         seed: int | None = None,
         breaks_at: int | None = None,
         stops_after: int | None = None,
+        ends_on_device: bool = True,
         **options: Any,
     ) -> Request:
         """Add a request; a prompt may be given by its length, and is then shared with no other."""
@@ -62,7 +63,8 @@ class Harness:
         if isinstance(prompt, int):
             prompt = [1000 * (number + 1) + position for position in range(prompt)]
         seq = Sequence(f"seq-{number}", list(prompt), max_tokens, **options)
-        request = Request(seq, number if seed is None else seed, breaks_at, stops_after)
+        seed = number if seed is None else seed
+        request = Request(seq, seed, breaks_at, stops_after, ends_on_device)
         self.scheduler.add(seq)
         self.requests.append(request)
         self.device.requests[seq.seq_id] = request
@@ -76,6 +78,7 @@ class Harness:
         plan = self.scheduler.schedule()
         self.scheduler.check()
         self._check_budget(plan)
+        self._check_steps(plan)
         self._check_preemption(plan, running)
         self._check_progress(plan, running, in_decode, is_complete)
         self.in_flight.append((plan, *self.device.run(plan)))
@@ -86,12 +89,12 @@ class Harness:
         plan, sampled, failed = self.in_flight.popleft()
         update = self.scheduler.update(plan, sampled, failed)
         self.scheduler.check()
-        for index in update.accepted:
+        for index, count in update.accepted:
             assert plan.entries[index].samples
             seq = plan.entries[index].seq
-            request = self.device.requests[seq.seq_id]
-            if seq.num_output == request.stops_after:
-                self.scheduler.finish(seq, FinishReason.STOP)
+            stops_after = self.device.requests[seq.seq_id].stops_after
+            if stops_after is not None and 0 <= seq.num_output - stops_after < count:
+                self.scheduler.cut(seq, seq.num_output - stops_after)
         for seq in update.finished:
             assert seq.status is Status.FINISHED
         self.scheduler.check()
@@ -148,7 +151,8 @@ class Harness:
 
     def _check_budget(self, plan: StepPlan) -> None:
         config = self.scheduler.config
-        assert plan.num_decode_tokens + plan.num_chunk_tokens <= config.token_budget
+        num_decodes = sum(entry.is_decode for entry in plan.entries)
+        assert num_decodes + plan.num_chunk_tokens <= config.token_budget
         assert plan.num_chunk_tokens <= config.max_prefill_tokens
         assert len({entry.slot for entry in plan.entries}) == len(plan.entries)
         for entry in plan.entries:
@@ -157,6 +161,24 @@ class Harness:
             assert entry.end == entry.seq.num_computed
             if not config.enable_chunked_prefill:
                 assert entry.samples or entry.end == entry.seq.num_prompt
+
+    def _check_steps(self, plan: StepPlan) -> None:
+        """Several steps only where none could admit, and most rows take part in each."""
+        assert 1 <= plan.num_steps <= self.scheduler.config.multi_step
+        if plan.num_steps == 1:
+            return
+        assert not plan.num_chunk_tokens
+        assert not plan.preempted
+        for entry in plan.entries:
+            left = entry.seq.max_computed - entry.start
+            assert entry.count == min(plan.num_steps, left)
+            if self.scheduler.waiting:
+                assert entry.count == plan.num_steps
+                assert not entry.seq.stop_ids
+        if self.scheduler.waiting:
+            assert len(plan.entries) == self.scheduler.config.max_num_seqs
+        at_the_end = sum(entry.count == plan.num_steps for entry in plan.entries)
+        assert 2 * at_the_end > len(plan.entries)
 
     def _check_preemption(self, plan: StepPlan, running: list[Sequence]) -> None:
         num_left = len(running) - len(plan.preempted)

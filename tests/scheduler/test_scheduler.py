@@ -352,7 +352,7 @@ def finish_of(output: list[int], **options: Any) -> tuple[int, str | None, int |
     for token in output:
         if not scheduler.has_work:
             break
-        scheduler.update(scheduler.schedule(), [token])
+        scheduler.update(scheduler.schedule(), [[token]])
         scheduler.check()
     return seq.num_output, seq.finish_reason, seq.stop_token
 
@@ -397,8 +397,8 @@ def test_update_tells_which_tokens_it_took_and_which_sequences_ended() -> None:
     ]
     for seq in seqs:
         scheduler.add(seq)
-    update = scheduler.update(scheduler.schedule(), [11, 12, 13])
-    assert update.accepted == (0, 1)
+    update = scheduler.update(scheduler.schedule(), [[11], [12], []])
+    assert update.accepted == ((0, 1), (1, 1))
     assert update.finished == (seqs[1],)
     assert [seq.output_ids for seq in seqs] == [[11], [12], []]
 

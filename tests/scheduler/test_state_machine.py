@@ -50,6 +50,7 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
         "policy": draw(st.sampled_from(["fcfs", "priority"])),
         "enable_chunked_prefill": chunked,
         "enable_prefix_caching": draw(rarely(st.just(False), True)),
+        "multi_step": draw(st.sampled_from([1, 4, 2, 7])),
         "admission": draw(rarely(st.just(Static), Continuous))(),
     }
 
@@ -69,6 +70,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
         "reads_prefix_cache": draw(rarely(st.just(False), True)),
         "breaks_at": draw(rarely(st.integers(0, 20), None)),
         "stops_after": draw(rarely(st.integers(1, 12), None)),
+        "ends_on_device": draw(rarely(st.just(False), True)),
     }
 
 

@@ -70,19 +70,6 @@ void tile_dot_bf16() {
         memcpy(tiles.data[C][m] + 4 * n, &c, 4);
       }
 }
-template <int C, int A, int B>
-void tile_dot_i8() {  // A unsigned, B signed
-  for (int m = 0; m < tiles.shapes.rows[C]; m++)
-    for (int k = 0; k < tiles.shapes.rows[B]; k++)
-      for (int n = 0; n < 16; n++) {
-        int32_t c;
-        memcpy(&c, tiles.data[C][m] + 4 * n, 4);
-        for (int i = 0; i < 4; i++)
-          c += int(tiles.data[A][m][4 * k + i]) * int(int8_t(tiles.data[B][k][4 * n + i]));
-        memcpy(tiles.data[C][m] + 4 * n, &c, 4);
-      }
-}
-
 #else
 
 // Linux gives a process its tiles on demand only.
@@ -112,11 +99,6 @@ template <int C, int A, int B>
 void tile_dot_bf16() {
   asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
 }
-template <int C, int A, int B>
-void tile_dot_i8() {
-  asm volatile("tdpbusd %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(C), "i"(A), "i"(B));
-}
-
 #endif
 
 }  // namespace jaxserve

@@ -1,13 +1,14 @@
 // Products of rows with packed weights: x [M, K] times w [N, K] transposed, panel by panel.
 //
-// A panel is 32 outputs wide: [steps, 32, 4 bytes], where a step is two bfloat16 or four 8-bit
-// inputs of each output, so that a register holds one step of 16 outputs and a broadcast of four
-// bytes of a row meets it.  The same bytes are what AMX tiles want.  K is padded with zeros to 16
+// A panel is 32 outputs wide: [steps, 32, 2], where a step is two inputs of each output, so that a
+// register holds one step of 16 outputs and a broadcast of a pair of a row meets it.  The same bytes are what AMX tiles want.  K is padded with zeros to 16
 // steps.  A result is a chain of accumulations over k in order, one output of one row in one lane
 // or tile element: its bits do not depend on how many rows there are.
+//
+// Weights of 8 bits with a scale per 32 inputs of each output lie in groups: 32 scales, then 16
+// steps of 64 bytes.  A panel of them is turned into a bfloat16 panel when it is used.
 #pragma once
 #include <cstring>
-#include <type_traits>
 #include <vector>
 
 #include "simd.h"
@@ -23,23 +24,25 @@ constexpr int kStepBytes = 4;        // of one row or one output
 constexpr int kTileSteps = 16;       // K is padded to a multiple of this
 constexpr int kPanelStep = kPanel * kStepBytes;
 
+constexpr int kGroupBytes = kPanel * 2 + kTileSteps * kPanel * 2;
+
 struct Weights {
   const uint8_t* data = nullptr;
-  const float* scale = nullptr;       // per output, 8-bit weights only
-  const int32_t* offset = nullptr;    // per output, -128 times the sum of its weights
+  bool grouped = false;               // 8 bits with scales of groups
   int outputs = 0, inputs = 0, steps = 0;
 
-  bool is_8bit() const { return scale != nullptr; }
   int panels() const { return (outputs + kPanel - 1) / kPanel; }
-  const uint8_t* panel(int p) const { return data + size_t(p) * steps * kPanelStep; }
+  size_t panel_bytes() const {
+    return size_t(steps) * (grouped ? kGroupBytes / kTileSteps : kPanelStep);
+  }
+  const uint8_t* panel(int p) const { return data + p * panel_bytes(); }
 };
 
-// The rows on the other side of a product, in the type of the weights and padded like them.
+// The rows on the other side of a product: bfloat16, padded like the weights.
 struct Rows {
   const uint8_t* data = nullptr;
   long stride = 0;                    // bytes
   int count = 0;
-  const float* scale = nullptr;       // per row, for 8-bit weights; the bytes are 128 too high
 };
 
 #if defined(__AVX512F__)
@@ -50,11 +53,10 @@ constexpr int kTileRows = 2;   // 8 accumulators of 16 registers
 constexpr int kBlockSteps = 1024;     // of K at once: 128 KiB of a panel, well within L2
 
 // c [rows, 32] += a [rows, steps] times one panel.
-template <int kRows, class Lane>
+template <int kRows>
 void tile(const uint8_t* a, long stride, const uint8_t* w, int steps, const uint8_t* ahead,
-          Lane* c) {
-  using Vector = decltype(load(c));
-  Vector sum[kRows][2];
+          float* c) {
+  F16 sum[kRows][2];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; m++) {
     sum[m][0] = load(c + m * kPanel);
@@ -77,18 +79,50 @@ void tile(const uint8_t* a, long stride, const uint8_t* w, int steps, const uint
   }
 }
 
-template <int kRows, class Lane>
+template <int kRows>
 void tile_of(int rows, const uint8_t* a, long stride, const uint8_t* w, int steps,
-             const uint8_t* ahead, Lane* c) {
+             const uint8_t* ahead, float* c) {
   if constexpr (kRows > 0) {
     if (rows == kRows) return tile<kRows>(a, stride, w, steps, ahead, c);
     tile_of<kRows - 1>(rows, a, stride, w, steps, ahead, c);
   }
 }
 
+// Memory of the calling thread that grows and stays: allocating megabytes anew in every call would
+// fault in every page of them.
+template <class T, int kWhich = 0>
+T* scratch(size_t count) {
+  thread_local std::vector<uint8_t> memory;
+  const size_t bytes = count * sizeof(T) + 128;
+  if (memory.size() < bytes) memory.resize(bytes + bytes / 2);
+  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
+}
+
+// One panel of grouped weights as bfloat16, each rounded once from its 8 bits times the scale.
+// Meanwhile the one after it is brought near.
+inline const uint8_t* expanded(const uint8_t* packed, int steps) {
+  bf16* panel = scratch<bf16, 10>(size_t(steps) * kPanel * 2);
+  bf16* out = panel;
+  const size_t ahead = size_t(steps / kTileSteps) * kGroupBytes;
+  for (int group = 0; group < steps / kTileSteps; group++, packed += kGroupBytes) {
+    const bf16* scales = reinterpret_cast<const bf16*>(packed);
+    F16 scale[4];
+    for (int i = 0; i < 4; i++)
+      scale[i] = doubled(load_bf16(scales + i / 2 * kLanes), i % 2);
+    const int8_t* from = reinterpret_cast<const int8_t*>(packed + kPanel * 2);
+    for (int step = 0; step < kTileSteps; step++, from += kPanel * 2, out += kPanel * 2) {
+      _mm_prefetch((const char*)from + ahead, _MM_HINT_T0);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; i++)
+        store_bf16(out + i * kLanes, load_int8(from + i * kLanes) * scale[i]);
+    }
+  }
+  return reinterpret_cast<const uint8_t*>(panel);
+}
+
 #if defined(JAXSERVE_AMX)
 
-template <bool k8Bit, bool kTwo>
+template <bool kTwo>
 void amx_tile(const uint8_t* a, long stride, const uint8_t* w, int steps, uint8_t* c) {
   constexpr long kRow = kPanel * 4, kTileBytes = kTileSteps * kStepBytes;
   tile_zero<0>();
@@ -104,22 +138,12 @@ void amx_tile(const uint8_t* a, long stride, const uint8_t* w, int steps, uint8_
     tile_load<4>(x, stride);
     tile_load<6>(b, kPanelStep);
     tile_load<7>(b + 64, kPanelStep);
-    if constexpr (k8Bit) {
-      tile_dot_i8<0, 4, 6>();
-      tile_dot_i8<1, 4, 7>();
-    } else {
-      tile_dot_bf16<0, 4, 6>();
-      tile_dot_bf16<1, 4, 7>();
-    }
+    tile_dot_bf16<0, 4, 6>();
+    tile_dot_bf16<1, 4, 7>();
     if constexpr (kTwo) {
       tile_load<5>(x + 16 * stride, stride);
-      if constexpr (k8Bit) {
-        tile_dot_i8<2, 5, 6>();
-        tile_dot_i8<3, 5, 7>();
-      } else {
-        tile_dot_bf16<2, 5, 6>();
-        tile_dot_bf16<3, 5, 7>();
-      }
+      tile_dot_bf16<2, 5, 6>();
+      tile_dot_bf16<3, 5, 7>();
     }
   }
   tile_store<0>(c, kRow);
@@ -139,9 +163,7 @@ inline void amx_shapes(int first, int second) {
 }
 
 // c [M, 32] = rows times one panel; 32 rows at a time, the last ones with smaller tiles.
-template <class Lane>
-void panel_product(const Rows& rows, const uint8_t* w, int steps, Lane* c) {
-  constexpr bool k8Bit = std::is_same_v<Lane, int32_t>;
+inline void panel_product(const Rows& rows, const uint8_t* w, int steps, float* c) {
   for (int m = 0; m < rows.count; m += 32) {
     const int left = rows.count - m, first = std::min(left, 16);
     const int second = std::max(0, std::min(left - 16, 16));
@@ -149,9 +171,9 @@ void panel_product(const Rows& rows, const uint8_t* w, int steps, Lane* c) {
     const uint8_t* a = rows.data + m * rows.stride;
     uint8_t* out = reinterpret_cast<uint8_t*>(c + m * kPanel);
     if (second) {
-      amx_tile<k8Bit, true>(a, rows.stride, w, steps, out);
+      amx_tile<true>(a, rows.stride, w, steps, out);
     } else {
-      amx_tile<k8Bit, false>(a, rows.stride, w, steps, out);
+      amx_tile<false>(a, rows.stride, w, steps, out);
     }
   }
 }
@@ -160,10 +182,9 @@ inline void panels_done() { tile_release(); }
 #else
 
 // c [M, 32] = rows times one panel; the rows in equal parts of at most `kTileRows`.
-template <class Lane>
-void panel_product(const Rows& rows, const uint8_t* w, int steps, Lane* c) {
+inline void panel_product(const Rows& rows, const uint8_t* w, int steps, float* c) {
   const int parts = (rows.count + kTileRows - 1) / kTileRows;
-  memset(c, 0, sizeof(Lane) * rows.count * kPanel);
+  memset(c, 0, sizeof(float) * rows.count * kPanel);
   for (int s = 0; s < steps; s += kBlockSteps) {
     const int count = std::min(kBlockSteps, steps - s);
     for (int part = 0; part < parts; part++) {
@@ -182,29 +203,13 @@ inline void panels_done() {}
 
 #endif
 
-// Memory of the calling thread that grows and stays: allocating megabytes anew in every call would
-// fault in every page of them.
-template <class T, int kWhich = 0>
-T* scratch(size_t count) {
-  thread_local std::vector<uint8_t> memory;
-  const size_t bytes = count * sizeof(T) + 128;
-  if (memory.size() < bytes) memory.resize(bytes + bytes / 2);
-  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
-}
-
-// How a panel's accumulators become numbers: lane group `half` of row m.
+// Results of a panel: lane group `half` of row m.
 struct PanelValues {
   const Rows& rows;
-  const Weights& weights;
   int panel;
-  const void* sums;
+  const float* sums;
 
-  F16 operator()(int m, int half) const {
-    const int at = m * kPanel + half * kLanes, n = panel * kPanel + half * kLanes;
-    if (!weights.is_8bit()) return load(static_cast<const float*>(sums) + at);
-    const I16 exact = load(static_cast<const int32_t*>(sums) + at) + load(weights.offset + n);
-    return to_f(exact) * all(rows.scale[m]) * load(weights.scale + n);
-  }
+  F16 operator()(int m, int half) const { return load(sums + m * kPanel + half * kLanes); }
 };
 
 // Calls finish(values, chunk) for every panel; chunks are runs of panels done by one thread.
@@ -213,18 +218,13 @@ void product(xla::ffi::ThreadPool& pool, const Rows& rows, const Weights& weight
              const Finish& finish) {
   const int panels = weights.panels();
   Team::instance().each(pool, chunks, [&](int chunk) {
-    auto run = [&](auto* sums) {
-      const int end = int(long(panels) * (chunk + 1) / chunks);
-      for (int p = int(long(panels) * chunk / chunks); p < end; p++) {
-        panel_product(rows, weights.panel(p), weights.steps, sums);
-        finish(PanelValues{rows, weights, p, sums}, chunk);
-      }
-    };
-    const size_t size = size_t(rows.count) * kPanel;
-    if (weights.is_8bit()) {
-      run(scratch<int32_t, 1>(size));
-    } else {
-      run(scratch<float, 1>(size));
+    float* sums = scratch<float, 1>(size_t(rows.count) * kPanel);
+    const int end = int(long(panels) * (chunk + 1) / chunks);
+    for (int p = int(long(panels) * chunk / chunks); p < end; p++) {
+      const uint8_t* panel = weights.panel(p);
+      if (weights.grouped) panel = expanded(panel, weights.steps);
+      panel_product(rows, panel, weights.steps, sums);
+      finish(PanelValues{rows, p, sums}, chunk);
     }
     panels_done();
   });

@@ -13,7 +13,6 @@ namespace {
 namespace ffi = xla::ffi;
 using Buffer = ffi::AnyBuffer;
 using Result = ffi::Result<ffi::AnyBuffer>;
-using Extra = ffi::RemainingArgs;  // of 8-bit weights: scales f32[N'], offsets s32[N']
 
 template <class T>
 T* data(const Buffer& buffer) {
@@ -25,16 +24,13 @@ T* data(Result& result) {
 }
 int dim(const Buffer& buffer, int axis) { return int(buffer.dimensions()[axis]); }
 
-Weights weights_of(const Buffer& packed, const Extra& extra, int outputs, int inputs) {
+Weights weights_of(const Buffer& packed, int outputs, int inputs) {
   Weights weights;
   weights.data = data<const uint8_t>(packed);
   weights.outputs = outputs;
   weights.inputs = inputs;
-  weights.steps = dim(packed, 1);
-  if (extra.size() == 2) {
-    weights.scale = data<const float>(*extra.get<Buffer>(0));
-    weights.offset = data<const int32_t>(*extra.get<Buffer>(1));
-  }
+  weights.grouped = packed.dimensions().size() == 3;
+  weights.steps = dim(packed, 1) * (weights.grouped ? kTileSteps : 1);
   return weights;
 }
 
@@ -67,34 +63,34 @@ void store_product(ffi::ThreadPool& pool, const Rows& rows, const Weights& weigh
           });
 }
 
-ffi::Error Linear(ffi::ThreadPool pool, Buffer x, Buffer w, Extra extra, Result out) {
-  const Weights weights = weights_of(w, extra, int(out->dimensions()[1]), dim(x, 1));
+ffi::Error Linear(ffi::ThreadPool pool, Buffer x, Buffer w, Result out) {
+  const Weights weights = weights_of(w, int(out->dimensions()[1]), dim(x, 1));
   const Rows rows = prepare(pool, data<const bf16>(x), dim(x, 0), weights);
   store_product(pool, rows, weights, nullptr, data<float>(out));
   return ffi::Error::Success();
 }
 
-ffi::Error LinearAdd(ffi::ThreadPool pool, Buffer x, Buffer w, Buffer residual, Extra extra,
+ffi::Error LinearAdd(ffi::ThreadPool pool, Buffer x, Buffer w, Buffer residual,
                      Result out) {
-  const Weights weights = weights_of(w, extra, int(out->dimensions()[1]), dim(x, 1));
+  const Weights weights = weights_of(w, int(out->dimensions()[1]), dim(x, 1));
   const Rows rows = prepare(pool, data<const bf16>(x), dim(x, 0), weights);
   store_product(pool, rows, weights, data<const float>(residual), data<float>(out));
   return ffi::Error::Success();
 }
 
-ffi::Error NormLinear(ffi::ThreadPool pool, Buffer x, Buffer gain, Buffer w, Extra extra,
+ffi::Error NormLinear(ffi::ThreadPool pool, Buffer x, Buffer gain, Buffer w,
                       Result out, float eps) {
-  const Weights weights = weights_of(w, extra, int(out->dimensions()[1]), dim(x, 1));
+  const Weights weights = weights_of(w, int(out->dimensions()[1]), dim(x, 1));
   const Rows rows = normed(pool, x, gain, weights, eps);
   store_product(pool, rows, weights, nullptr, data<float>(out));
   return ffi::Error::Success();
 }
 
 // Panels hold 16 gates, then the 16 ups that belong to them.
-ffi::Error NormSwiglu(ffi::ThreadPool pool, Buffer x, Buffer gain, Buffer w, Extra extra,
+ffi::Error NormSwiglu(ffi::ThreadPool pool, Buffer x, Buffer gain, Buffer w,
                       Result out, float eps) {
   const int width = int(out->dimensions()[1]);
-  const Weights weights = weights_of(w, extra, dim(w, 0) * kPanel, dim(x, 1));
+  const Weights weights = weights_of(w, dim(w, 0) * kPanel, dim(x, 1));
   const Rows rows = normed(pool, x, gain, weights, eps);
   bf16* hidden = data<bf16>(out);
   product(pool, rows, weights, num_chunks(pool, weights.panels(), rows.count),
@@ -126,9 +122,9 @@ struct Best {
   }
 };
 
-ffi::Error NormArgmax(ffi::ThreadPool pool, Buffer x, Buffer gain, Buffer w, Extra extra,
+ffi::Error NormArgmax(ffi::ThreadPool pool, Buffer x, Buffer gain, Buffer w,
                       Result token, Result most, float eps, int32_t outputs) {
-  const Weights weights = weights_of(w, extra, outputs, dim(x, 1));
+  const Weights weights = weights_of(w, outputs, dim(x, 1));
   const Rows rows = normed(pool, x, gain, weights, eps);
   const int count = rows.count, chunks = num_chunks(pool, weights.panels(), count);
   Best* best = scratch<Best, 5>(size_t(chunks) * count);
@@ -168,23 +164,30 @@ ffi::Error NormArgmax(ffi::ThreadPool pool, Buffer x, Buffer gain, Buffer w, Ext
   return ffi::Error::Success();
 }
 
+void grouped_row(const Weights& weights, int n, int inputs, float* row) {
+  constexpr int kInputs = kTileSteps * 2;
+  for (int k = 0; k < inputs; k++) {
+    const uint8_t* group = weights.panel(n / kPanel) + k / kInputs * kGroupBytes;
+    const float scale = to_float(reinterpret_cast<const bf16*>(group)[n % kPanel]);
+    const int at = kPanel * 2 + (k % kInputs / 2 * kPanel + n % kPanel) * 2 + k % 2;
+    row[k] = float(int8_t(group[at])) * scale;
+  }
+}
+
 // out f32[M, K]: row `tokens[m]` of the weights, which are packed as [N, K].
-ffi::Error WeightRows(Buffer tokens, Buffer w, Extra extra, Result out, int32_t outputs) {
+ffi::Error WeightRows(Buffer tokens, Buffer w, Result out, int32_t outputs) {
   const int count = dim(tokens, 0), inputs = int(out->dimensions()[1]);
-  const Weights weights = weights_of(w, extra, outputs, inputs);
+  const Weights weights = weights_of(w, outputs, inputs);
   for (int m = 0; m < count; m++) {
     const int n = std::max(0, std::min(data<const int32_t>(tokens)[m], outputs - 1));
+    if (weights.grouped) {
+      grouped_row(weights, n, inputs, data<float>(out) + long(m) * inputs);
+      continue;
+    }
     const uint8_t* at = weights.panel(n / kPanel) + n % kPanel * kStepBytes;
     float* row = data<float>(out) + long(m) * inputs;
-    const int per_step = weights.is_8bit() ? 4 : 2;
-    for (int k = 0; k < inputs; k++) {
-      const uint8_t* step = at + size_t(k / per_step) * kPanelStep;
-      if (weights.is_8bit()) {
-        row[k] = float(reinterpret_cast<const int8_t*>(step)[k % 4]) * weights.scale[n];
-      } else {
-        row[k] = to_float(reinterpret_cast<const bf16*>(step)[k % 2]);
-      }
-    }
+    for (int k = 0; k < inputs; k++)
+      row[k] = to_float(reinterpret_cast<const bf16*>(at + size_t(k / 2) * kPanelStep)[k % 2]);
   }
   return ffi::Error::Success();
 }
@@ -273,7 +276,7 @@ Softmax softmax_of(float scale, float soft_cap, int32_t window) {
 
 // Ragged rows that are rotated and written already; q bf16[rows, q_heads, head_dim].
 ffi::Error Attention(ffi::ThreadPool pool, Buffer q, Buffer cells, Buffer tables, Buffer kv_lens,
-                     Buffer cu_q_lens, Extra sinks, Result out, float scale, float soft_cap,
+                     Buffer cu_q_lens, ffi::RemainingArgs sinks, Result out, float scale, float soft_cap,
                      int32_t window) {
   const int rows = dim(q, 0), heads = dim(q, 1), head_dim = dim(q, 2), seqs = dim(kv_lens, 0);
   const Pages pages = pages_of(data<bf16>(cells), cells, head_dim);
@@ -314,7 +317,7 @@ ffi::Error Write(ffi::ThreadPool pool, Buffer k, Buffer v, Buffer slots, Buffer 
 // token of each sequence, those after them chunk tokens by cumulative counts.
 ffi::Error RotateWriteAttend(ffi::ThreadPool pool, Buffer qkv, Buffer cos, Buffer sin,
                              Buffer slots, Buffer tables, Buffer decode_lens, Buffer chunk_lens,
-                             Buffer chunk_cu, Buffer cells, Extra sinks, Result out,
+                             Buffer chunk_cu, Buffer cells, ffi::RemainingArgs sinks, Result out,
                              Result written, float scale, float soft_cap, int32_t window) {
   const int rows = dim(qkv, 0), parts = dim(qkv, 2), group = parts - 2, head_dim = dim(qkv, 3);
   const int seqs = dim(decode_lens, 0), half = head_dim / 2;
@@ -373,16 +376,16 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // clang-format off
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear, Linear, ffi::Ffi::Bind().POOL.IN.IN.MORE.OUT);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear_add, LinearAdd, ffi::Ffi::Bind().POOL.IN.IN.IN.MORE.OUT);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear, Linear, ffi::Ffi::Bind().POOL.IN.IN.OUT);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear_add, LinearAdd, ffi::Ffi::Bind().POOL.IN.IN.IN.OUT);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_norm_linear, NormLinear,
-    ffi::Ffi::Bind().POOL.IN.IN.IN.MORE.OUT.Attr<float>("eps"));
+    ffi::Ffi::Bind().POOL.IN.IN.IN.OUT.Attr<float>("eps"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_norm_swiglu, NormSwiglu,
-    ffi::Ffi::Bind().POOL.IN.IN.IN.MORE.OUT.Attr<float>("eps"));
+    ffi::Ffi::Bind().POOL.IN.IN.IN.OUT.Attr<float>("eps"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_norm_argmax, NormArgmax,
-    ffi::Ffi::Bind().POOL.IN.IN.IN.MORE.OUT.OUT.Attr<float>("eps").Attr<int32_t>("outputs"));
+    ffi::Ffi::Bind().POOL.IN.IN.IN.OUT.OUT.Attr<float>("eps").Attr<int32_t>("outputs"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_weight_rows, WeightRows,
-    ffi::Ffi::Bind().IN.IN.MORE.OUT.Attr<int32_t>("outputs"));
+    ffi::Ffi::Bind().IN.IN.OUT.Attr<int32_t>("outputs"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, Attention,
     ffi::Ffi::Bind().POOL.IN.IN.IN.IN.IN.MORE.OUT.SOFTMAX);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_write, Write, ffi::Ffi::Bind().POOL.IN.IN.IN.IN.OUT);
@@ -395,7 +398,7 @@ int jaxserve_problem() {
 #if defined(JAXSERVE_AMX)
   if (!amx_allowed()) return 1;
 #endif
-  return products_are_right<float>() && products_are_right<int32_t>() ? 0 : 2;
+  return products_are_right() ? 0 : 2;
 }
 
 #pragma GCC visibility pop

@@ -1,4 +1,4 @@
-// What happens to rows before they are multiplied: RMS norm, rounding, quantisation.
+// What happens to rows before they are multiplied: RMS norm, rounding, padding.
 #pragma once
 #include <cmath>
 
@@ -64,52 +64,24 @@ void write_bf16(const Row& row, bf16* out, int padded) {
     store_bf16(out + k, k < row.size ? row(k) : zero_f());
 }
 
-// Symmetric 8-bit form with the largest magnitude at 127, stored 128 too high: the product
-// instructions take one unsigned side, and the weights' offsets take the 128 out again.  Returns
-// the scale.  A row that is not finite has a scale that is not, and so has all that follows.
-template <class Row>
-float write_8bit(const Row& row, uint8_t* out, int padded, float* wide) {
-  F16 most = zero_f(), odd = zero_f();
-  for (int k = 0; k < row.size; k += kLanes) {
-    const F16 v = row(k);
-    store(wide + k, v);
-    most = max(most, abs(v));
-    odd = odd + (v - v);  // NaN if any is not finite
-  }
-  const float scale = largest(most) / 127.f + sum(odd);
-  const F16 inverse = all(scale > 0.f ? 1.f / scale : 0.f);
-  for (int k = 0; k < padded; k += kLanes) {
-    const F16 v = k < row.size ? load(wide + k) : zero_f();
-    store_bytes(out + k, to_i(v * inverse) + all_i(128));
-  }
-  return scale;
-}
-
-// Rows in the type of `weights`, in scratch memory unless they can be used where they are.
+// Rows as bfloat16, in scratch memory.
 template <class MakeRow>
 Rows prepare(xla::ffi::ThreadPool& pool, int count, const Weights& weights, const MakeRow& row) {
-  const int padded = weights.steps * kStepBytes / (weights.is_8bit() ? 1 : 2);
-  const long stride = long(weights.steps) * kStepBytes;
-  uint8_t* data = scratch<uint8_t, 2>(size_t(count) * stride);
-  float* scales = scratch<float, 3>(count);
+  const int padded = weights.steps * 2;
+  bf16* data = scratch<bf16, 2>(size_t(count) * padded);
   const int parts = count < 32 ? 1 : int(pool.num_threads()) * 4;
   Team::instance().each(pool, parts, [&](int part) {
     const int end = int(long(count) * (part + 1) / parts);
-    for (int m = int(long(count) * part / parts); m < end; m++) {
-      uint8_t* out = data + m * stride;
-      if (weights.is_8bit()) {
-        scales[m] = write_8bit(row(m), out, padded, scratch<float, 4>(padded + kLanes));
-      } else {
-        write_bf16(row(m), reinterpret_cast<bf16*>(out), padded);
-      }
-    }
+    for (int m = int(long(count) * part / parts); m < end; m++)
+      write_bf16(row(m), data + long(m) * padded, padded);
   });
-  return {data, stride, count, scales};
+  return {reinterpret_cast<const uint8_t*>(data), long(padded) * 2, count};
 }
 
+// The rows where they are, unless the weights are padded.
 inline Rows prepare(xla::ffi::ThreadPool& pool, const bf16* x, int count, const Weights& weights) {
-  const bool fits = !weights.is_8bit() && weights.inputs * 2 == weights.steps * kStepBytes;
-  if (fits) return {reinterpret_cast<const uint8_t*>(x), weights.inputs * 2L, count, nullptr};
+  if (weights.inputs == weights.steps * 2)
+    return {reinterpret_cast<const uint8_t*>(x), weights.inputs * 2L, count};
   return prepare(pool, count, weights,
                  [&](int m) { return Bf16Row{x + long(m) * weights.inputs, weights.inputs}; });
 }

@@ -1,8 +1,8 @@
 // Sixteen lanes at a time, whatever the instruction set: one 512-bit register or two of 256 bits.
 //
 // Everything else in this folder is written with these types, so a kernel exists once.  A product
-// of bfloat16 pairs is one instruction where the CPU has it (AVX512-BF16) and two fused
-// multiply-adds where it has not; a product of 8-bit quadruples is one (VNNI) or two.
+// of bfloat16 pairs is one instruction where the CPU has it (AVX512-BF16), and two fused
+// multiply-adds where it has not.
 #pragma once
 #include <immintrin.h>
 
@@ -30,7 +30,6 @@ struct I16 {
 };
 
 inline F16 zero_f() { return {_mm512_setzero_ps()}; }
-inline I16 zero_i() { return {_mm512_setzero_si512()}; }
 inline F16 all(float x) { return {_mm512_set1_ps(x)}; }
 inline I16 all_i(int x) { return {_mm512_set1_epi32(x)}; }
 inline F16 load(const float* p) { return {_mm512_loadu_ps(p)}; }
@@ -42,13 +41,9 @@ inline F16 operator-(F16 a, F16 b) { return {_mm512_sub_ps(a.v, b.v)}; }
 inline F16 operator*(F16 a, F16 b) { return {_mm512_mul_ps(a.v, b.v)}; }
 inline F16 operator/(F16 a, F16 b) { return {_mm512_div_ps(a.v, b.v)}; }
 inline I16 operator+(I16 a, I16 b) { return {_mm512_add_epi32(a.v, b.v)}; }
-inline I16 operator-(I16 a, I16 b) { return {_mm512_sub_epi32(a.v, b.v)}; }
 inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
-inline F16 abs(F16 a) { return {_mm512_abs_ps(a.v)}; }
 inline F16 round(F16 a) { return {_mm512_roundscale_ps(a.v, 8)}; }
-inline F16 to_f(I16 a) { return {_mm512_cvtepi32_ps(a.v)}; }
-inline I16 to_i(F16 a) { return {_mm512_cvtps_epi32(a.v)}; }
 inline float sum(F16 a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(F16 a) { return _mm512_reduce_max_ps(a.v); }
 // 2 ** n of integral n in [-126, 127].
@@ -68,8 +63,14 @@ inline F16 load_bf16(const bf16* p) {
   __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
 }
-inline void store_bytes(uint8_t* p, I16 a) {
-  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8(a.v));
+inline F16 load_int8(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+}
+// Lanes 0 to 7, or 8 to 15, each twice.
+inline F16 doubled(F16 a, bool upper) {
+  const __m512i low = _mm512_set_epi32(7, 7, 6, 6, 5, 5, 4, 4, 3, 3, 2, 2, 1, 1, 0, 0);
+  const __m512i index = upper ? _mm512_add_epi32(low, _mm512_set1_epi32(8)) : low;
+  return {_mm512_permutexvar_ps(index, a.v)};
 }
 inline __m256i round_bf16(F16 a) {
 #if defined(__AVX512BF16__)
@@ -89,7 +90,7 @@ inline void store_pairs(bf16* p, F16 low, F16 high) {
   _mm512_storeu_si512(p, _mm512_or_si512(a, _mm512_slli_epi32(b, 16)));
 }
 
-// 16 lanes of 32 bits that hold bfloat16 pairs or 8-bit quadruples.
+// 16 lanes of 32 bits that hold bfloat16 pairs.
 struct Packed {
   __m512i v;
 };
@@ -115,18 +116,6 @@ inline F16 dot(F16 c, Packed a, Packed b) {
   return {_mm512_fmadd_ps(a1, b1, _mm512_fmadd_ps(a0, b0, c.v))};
 #endif
 }
-// a unsigned, b signed.
-inline I16 dot(I16 c, Packed a, Packed b) {
-#if defined(__AVX512VNNI__)
-  return {_mm512_dpbusd_epi32(c.v, a.v, b.v)};
-#else
-  __m512i even = _mm512_madd_epi16(_mm512_and_si512(a.v, _mm512_set1_epi16(0xff)),
-                                   _mm512_srai_epi16(_mm512_slli_epi16(b.v, 8), 8));
-  __m512i odd = _mm512_madd_epi16(_mm512_srli_epi16(a.v, 8), _mm512_srai_epi16(b.v, 8));
-  return {_mm512_add_epi32(c.v, _mm512_add_epi32(even, odd))};
-#endif
-}
-
 #else  // AVX2 and FMA
 
 struct F16 {
@@ -138,7 +127,6 @@ struct I16 {
 
 #define JS_EACH_F(expression_a, expression_b) return {expression_a, expression_b};
 inline F16 zero_f() { JS_EACH_F(_mm256_setzero_ps(), _mm256_setzero_ps()) }
-inline I16 zero_i() { JS_EACH_F(_mm256_setzero_si256(), _mm256_setzero_si256()) }
 inline F16 all(float x) { JS_EACH_F(_mm256_set1_ps(x), _mm256_set1_ps(x)) }
 inline I16 all_i(int x) { JS_EACH_F(_mm256_set1_epi32(x), _mm256_set1_epi32(x)) }
 inline F16 load(const float* p) { JS_EACH_F(_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)) }
@@ -160,20 +148,11 @@ inline F16 operator/(F16 x, F16 y) { JS_EACH_F(_mm256_div_ps(x.a, y.a), _mm256_d
 inline I16 operator+(I16 x, I16 y) {
   JS_EACH_F(_mm256_add_epi32(x.a, y.a), _mm256_add_epi32(x.b, y.b))
 }
-inline I16 operator-(I16 x, I16 y) {
-  JS_EACH_F(_mm256_sub_epi32(x.a, y.a), _mm256_sub_epi32(x.b, y.b))
-}
 inline F16 fma(F16 x, F16 y, F16 z) {
   JS_EACH_F(_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b))
 }
 inline F16 max(F16 x, F16 y) { JS_EACH_F(_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)) }
-inline F16 abs(F16 x) {
-  const __m256 sign = _mm256_set1_ps(-0.f);
-  JS_EACH_F(_mm256_andnot_ps(sign, x.a), _mm256_andnot_ps(sign, x.b))
-}
 inline F16 round(F16 x) { JS_EACH_F(_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)) }
-inline F16 to_f(I16 x) { JS_EACH_F(_mm256_cvtepi32_ps(x.a), _mm256_cvtepi32_ps(x.b)) }
-inline I16 to_i(F16 x) { JS_EACH_F(_mm256_cvtps_epi32(x.a), _mm256_cvtps_epi32(x.b)) }
 inline float sum(F16 x) {
   __m256 s = _mm256_add_ps(x.a, x.b);
   __m128 q = _mm_add_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
@@ -210,10 +189,15 @@ inline __m256 widen_8(const bf16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
 }
 inline F16 load_bf16(const bf16* p) { JS_EACH_F(widen_8(p), widen_8(p + 8)) }
-inline void store_bytes(uint8_t* p, I16 x) {
-  alignas(32) int32_t lane[kLanes];
-  store(lane, x);
-  for (int i = 0; i < kLanes; i++) p[i] = uint8_t(lane[i]);
+inline __m256 int8_to_float_8(const int8_t* p) {
+  return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p)));
+}
+inline F16 load_int8(const int8_t* p) { JS_EACH_F(int8_to_float_8(p), int8_to_float_8(p + 8)) }
+inline F16 doubled(F16 x, bool upper) {
+  const __m256i low = _mm256_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3);
+  const __m256i high = _mm256_add_epi32(low, _mm256_set1_epi32(4));
+  const __m256 from = upper ? x.b : x.a;
+  JS_EACH_F(_mm256_permutevar8x32_ps(from, low), _mm256_permutevar8x32_ps(from, high))
 }
 inline __m256i round_bf16_8(__m256 x) {  // in the low half of each lane
   __m256i bits = _mm256_castps_si256(x);
@@ -258,15 +242,6 @@ inline __m256 dot_8(__m256 c, __m256i a, __m256i b) {
   return _mm256_fmadd_ps(a1, b1, _mm256_fmadd_ps(a0, b0, c));
 }
 inline F16 dot(F16 c, Packed x, Packed y) {
-  JS_EACH_F(dot_8(c.a, x.a, y.a), dot_8(c.b, x.b, y.b))
-}
-inline __m256i dot_8(__m256i c, __m256i a, __m256i b) {
-  __m256i even = _mm256_madd_epi16(_mm256_and_si256(a, _mm256_set1_epi16(0xff)),
-                                   _mm256_srai_epi16(_mm256_slli_epi16(b, 8), 8));
-  __m256i odd = _mm256_madd_epi16(_mm256_srli_epi16(a, 8), _mm256_srai_epi16(b, 8));
-  return _mm256_add_epi32(c, _mm256_add_epi32(even, odd));
-}
-inline I16 dot(I16 c, Packed x, Packed y) {
   JS_EACH_F(dot_8(c.a, x.a, y.a), dot_8(c.b, x.b, y.b))
 }
 #undef JS_EACH_F

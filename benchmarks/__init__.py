@@ -1,0 +1,1 @@
+"""Programs that measure; they are run by hand, on a quiet machine."""

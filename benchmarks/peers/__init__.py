@@ -1,0 +1,4 @@
+"""jaxserve beside other engines on a CPU: the same work, in turns, in one run.
+
+python -m benchmarks.peers
+"""

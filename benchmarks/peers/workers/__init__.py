@@ -1,0 +1,1 @@
+"""One worker for each engine; each imports its engine and nothing of the others."""

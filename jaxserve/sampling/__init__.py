@@ -1,0 +1,1 @@
+"""The sampler's parts, one per file; `jaxserve/sampler.py` puts them together."""

@@ -213,7 +213,8 @@ class Engine:
         spec, shapes = self.runner.spec, self.runner.shapes
         pages, longest = self.scheduler.pool.num_pages - 1, self.scheduler.config.max_model_len
         return {
-            "dtype": str(np.dtype(self.runner.params["embed"].dtype)),
+            "dtype": str(self.runner.dtype),
+            "weights": self.runner.weight_layout,
             "kv_cache_dtype": str(spec.layout.cell_dtype),
             "page_size": spec.layout.page_size,
             "page_bytes": spec.layout.page_bytes * spec.model.num_layers,

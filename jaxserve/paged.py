@@ -116,13 +116,15 @@ class PagedAttention:
         )
         fused = self._implementation.fused
         local: Callable[..., tuple[jax.Array, KVPages]]
+        specs: tuple[PartitionSpec, ...]
         if fused is None:
             dtype = self._spec.layout.dtype
             new = tuple(x.astype(dtype) for x in rotate.split(qkv))
             local, specs = self._local, (heads, heads, heads)
         else:
-            new = (qkv, rotate.cos, rotate.sin)
-            local, specs = partial(self._fused, fused), (heads, PartitionSpec(), PartitionSpec())
+            assert rotate.used is not None
+            new = (qkv, rotate.used, rotate.cos, rotate.sin)
+            local, specs = partial(self._fused, fused), (heads, *(PartitionSpec(),) * 3)
         run = jax.shard_map(
             partial(local, window),
             mesh=self._mesh,
@@ -138,6 +140,7 @@ class PagedAttention:
         fused: Fused,
         window: int | None,
         qkv: jax.Array,
+        used: jax.Array,
         cos: jax.Array,
         sin: jax.Array,
         pages: KVPages,
@@ -157,6 +160,7 @@ class PagedAttention:
         )
         return fused(
             qkv,
+            used,
             cos,
             sin,
             slots,

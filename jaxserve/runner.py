@@ -171,6 +171,11 @@ class Runner:
         dtype: np.dtype[Any] = np.dtype(self._params["embed"].dtype)
         return dtype
 
+    @property
+    def weight_layout(self) -> str:
+        """Name of the layout in which weights are served."""
+        return self._weights.name
+
     def memory(self) -> dict[str, int]:
         """Bytes on the devices by part."""
         spec = self.spec

@@ -141,8 +141,24 @@ def forward(
     tokens = jnp.concatenate([jnp.where(decodes, carry.last_token[slot], 0), batch.token])
     positions = jnp.concatenate([batch.start, batch.position])
     attend = PagedAttention(spec, shape, mesh, cache, carry.block_table[slot], batch)
-    hidden = model(tokens, positions, attend)
+    hidden = model(tokens, positions, attend, _used_tokens(batch))
     return tuple(attend.cache), hidden
+
+
+def _used_rows(batch: Batch) -> jax.Array:
+    """Sequence rows up to the last that computes something, i32[]."""
+    return _up_to_last(batch.length > 0)
+
+
+def _used_tokens(batch: Batch) -> jax.Array:
+    """Model rows up to the last that computes something, i32[]."""
+    rows, chunk = batch.slot.shape[0], _up_to_last(batch.row < batch.slot.shape[0])
+    return jnp.where(chunk > 0, rows + chunk, _used_rows(batch))
+
+
+def _up_to_last(used: jax.Array) -> jax.Array:
+    place = jnp.arange(1, used.shape[0] + 1, dtype=jnp.int32)
+    return jnp.max(jnp.where(used, place, 0), initial=0)
 
 
 def sample_rows(
@@ -158,10 +174,10 @@ def sample_rows(
     """
     live = batch.length > 0
     samples = (batch.flags & SAMPLES != 0) & live
-    slot = _slots(spec, batch)
+    slot, used = _slots(spec, batch), _used_rows(batch)
     sampled = sample(
-        partial(model.logits, hidden),
-        partial(model.greedy, hidden),
+        partial(model.logits, hidden, used),
+        partial(model.greedy, hidden, used),
         carry,
         slot,
         batch.start + batch.length,

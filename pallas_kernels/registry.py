@@ -57,6 +57,7 @@ Write = Callable[
 Fused = Callable[
     [
         jax.Array,  # qkv
+        jax.Array,  # used
         jax.Array,  # cos
         jax.Array,  # sin
         jax.Array,  # slots
@@ -76,6 +77,7 @@ Fused = Callable[
 head, none of them rotated; `cos` and `sin` are f32[rows, head_dim / 2] and `slots` as in
 `kv_write`.  The first rows are one token of each sequence, with `decode_lens` keys (0 for none);
 the rows after them are chunk tokens, as `cu_q_lens` and `kv_lens` of `ragged_paged_attention` say.
+Of all these only the first `used`, i32[], are wanted.
 Returns attention as [rows, q_heads, head_dim] in the type of the pages, and the pages.
 """
 

@@ -22,7 +22,7 @@ from jax import lax
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.norm import rms_norm
 from jaxserve.models.rope import inv_freq
-from jaxserve.models.weight import Weight, as_weight
+from jaxserve.models.weight import Used, Weight, as_weight
 
 Init = Callable[[tuple[int, ...]], jax.Array]
 """Makes one weight of a given shape."""
@@ -43,11 +43,24 @@ class Attend(Protocol):
 class Rotation:
     """Rotary angles of the rows (RoPE, arXiv:2104.09864), and the splitting of `qkv`."""
 
-    def __init__(self, config: ModelConfig, positions: jax.Array, dtype: np.dtype[Any]) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        positions: jax.Array,
+        dtype: np.dtype[Any],
+        used: Used = None,
+    ) -> None:
         """Compute the angles of `positions`, i32[T], once for all layers.
 
         The barrier keeps XLA from recomputing them inside every layer that uses them.
+
+        Args:
+            config: of the model.
+            positions: of the rows' tokens.
+            dtype: the model's type.
+            used: i32[], how many rows are wanted; see `Weight`.
         """
+        self.used = used
         frequencies = inv_freq(config.rope, config.head_dim).astype(np.float32)
         angles = positions.astype(jnp.float32)[:, None] * frequencies
         scale = config.rope.attention_scaling
@@ -90,14 +103,15 @@ class SelfAttention(nnx.Module):
         self, x: jax.Array, norm: jax.Array, layer: int, rotate: Rotation, attend: Attend
     ) -> jax.Array:  # x f32[T, H] -> f32[T, H]
         """Add to `x`: normalise, project, attend, project back."""
-        qkv = weight(self.qkv).norm_linear(x, norm, self.config.rms_eps)  # f32[T, K, G + 2, D]
+        # f32[T, K, G + 2, D]
+        qkv = weight(self.qkv).norm_linear(x, norm, self.config.rms_eps, rotate.used)
         if self.config.qkv_bias:
             qkv = qkv + self.qkv_bias[...].astype(jnp.float32)
         if self.config.qk_norm:
             qkv = self._norm_heads(qkv)
         attended = attend(layer, qkv, rotate)
         grouped = attended.reshape(x.shape[0], -1, self.group, self.config.head_dim)
-        return weight(self.out, inputs=3).linear_add(grouped, x)
+        return weight(self.out, inputs=3).linear_add(grouped, x, rotate.used)
 
     def _norm_heads(self, qkv: jax.Array) -> jax.Array:
         q, k, v = qkv[:, :, :-2], qkv[:, :, -2:-1], qkv[:, :, -1:]
@@ -115,10 +129,12 @@ class MLP(nnx.Module):
         self.gate_up = nnx.Param(init((config.intermediate_size, 2, config.hidden_size)))
         self.down = nnx.Param(init((config.hidden_size, config.intermediate_size)))
 
-    def __call__(self, x: jax.Array, norm: jax.Array) -> jax.Array:  # f32[T, H] -> f32[T, H]
+    def __call__(
+        self, x: jax.Array, norm: jax.Array, used: Used
+    ) -> jax.Array:  # f32[T, H] -> f32[T, H]
         """Add to `x`: normalise and apply the network to each row."""
-        hidden = weight(self.gate_up).norm_swiglu(x, norm, self.config.rms_eps)
-        return weight(self.down).linear_add(hidden, x)
+        hidden = weight(self.gate_up).norm_swiglu(x, norm, self.config.rms_eps, used)
+        return weight(self.down).linear_add(hidden, x, used)
 
 
 class Block(nnx.Module):
@@ -134,7 +150,7 @@ class Block(nnx.Module):
     def __call__(self, x: jax.Array, layer: int, rotate: Rotation, attend: Attend) -> jax.Array:
         """Add attention, then the feed-forward network, to the residual stream."""
         x = self.attn(x, self.attn_norm[...], layer, rotate, attend)
-        return self.mlp(x, self.mlp_norm[...])
+        return self.mlp(x, self.mlp_norm[...], rotate.used)
 
 
 class Llama(nnx.Module):
@@ -154,27 +170,28 @@ class Llama(nnx.Module):
         tokens: jax.Array,  # i32[T]
         positions: jax.Array,  # i32[T]
         attend: Attend,
+        used: Used = None,
     ) -> jax.Array:  # f32[T, H]
-        """Hidden rows before the last norm, one per token."""
+        """Hidden rows before the last norm, one per token; anything after the `used` ones."""
         embed = weight(self.embed)
         x = embed.rows(tokens)
-        rotate = Rotation(self.config, positions, embed.dtype)
+        rotate = Rotation(self.config, positions, embed.dtype, used)
         for i, layer in enumerate(self.layers):
             x = layer(x, i, rotate, attend)
         return x
 
-    def logits(self, hidden: jax.Array) -> jax.Array:  # f32[T, H] -> f32[T, V]
+    def logits(self, hidden: jax.Array, used: Used = None) -> jax.Array:  # f32[T, H] -> f32[T, V]
         """Logits over the vocabulary of hidden rows."""
-        return self._head.norm_linear(hidden, self.norm[...], self.config.rms_eps)
+        return self._head.norm_linear(hidden, self.norm[...], self.config.rms_eps, used)
 
     def greedy(
-        self, hidden: jax.Array
+        self, hidden: jax.Array, used: Used = None
     ) -> tuple[jax.Array, jax.Array]:  # f32[T, H] -> i32[T], f32[T]
         """Lowest id of the largest logit of hidden rows, and the logit.
 
         The logit is not finite if the row's logits are of no use.
         """
-        return self._head.norm_argmax(hidden, self.norm[...], self.config.rms_eps)
+        return self._head.norm_argmax(hidden, self.norm[...], self.config.rms_eps, used)
 
     @property
     def _head(self) -> Weight:

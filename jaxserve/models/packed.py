@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from jaxserve.models.weight import Weight
+from jaxserve.models.weight import Used, Weight
 from jaxserve.quantization import dequantize, quantize
 from pallas_kernels.cpu import ops, packing
 
@@ -51,35 +52,45 @@ class PackedWeight(Weight):
     def _outputs(self) -> int:
         return math.prod(self.features)
 
-    def linear(self, x: jax.Array) -> jax.Array:
+    def linear(self, x: jax.Array, used: Used = None) -> jax.Array:
         """One kernel."""
         flat = x.reshape(x.shape[0], -1)
-        out = ops.linear(self.kernels, flat, self.data, self._outputs)
+        out = ops.linear(self.kernels, flat, _rows(flat, used), self.data, self._outputs)
         return out.reshape(-1, *self.features)
 
-    def linear_add(self, x: jax.Array, residual: jax.Array) -> jax.Array:
+    def linear_add(self, x: jax.Array, residual: jax.Array, used: Used = None) -> jax.Array:
         """One kernel."""
         flat = x.reshape(x.shape[0], -1)
-        return ops.linear_add(self.kernels, flat, self.data, residual)
+        return ops.linear_add(self.kernels, flat, _rows(flat, used), self.data, residual)
 
-    def norm_linear(self, x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    def norm_linear(
+        self, x: jax.Array, gain: jax.Array, eps: float, used: Used = None
+    ) -> jax.Array:
         """One kernel."""
-        out = ops.norm_linear(self.kernels, x, gain, eps, self.data, self._outputs)
+        out = ops.norm_linear(self.kernels, x, _rows(x, used), gain, eps, self.data, self._outputs)
         return out.reshape(-1, *self.features)
 
-    def norm_swiglu(self, x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    def norm_swiglu(
+        self, x: jax.Array, gain: jax.Array, eps: float, used: Used = None
+    ) -> jax.Array:
         """One kernel."""
         width = self.features[0]
-        return ops.norm_swiglu(self.kernels, x, gain, eps, self.data, width)
+        return ops.norm_swiglu(self.kernels, x, _rows(x, used), gain, eps, self.data, width)
 
-    def norm_argmax(self, x: jax.Array, gain: jax.Array, eps: float) -> tuple[jax.Array, jax.Array]:
+    def norm_argmax(
+        self, x: jax.Array, gain: jax.Array, eps: float, used: Used = None
+    ) -> tuple[jax.Array, jax.Array]:
         """One kernel, which writes no logits."""
-        return ops.norm_argmax(self.kernels, x, gain, eps, self.data, self._outputs)
+        return ops.norm_argmax(self.kernels, x, _rows(x, used), gain, eps, self.data, self._outputs)
 
     def rows(self, numbers: jax.Array) -> jax.Array:
         """One kernel: a packed head is its own embedding."""
         (outputs,), (inputs,) = self.features, self.inputs
         return ops.weight_rows(self.kernels, numbers, self.data, outputs, inputs)
+
+
+def _rows(x: jax.Array, used: Used) -> jax.Array:
+    return jnp.int32(x.shape[0]) if used is None else used
 
 
 def pack(

@@ -10,9 +10,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxserve.models.linear import linear
-from jaxserve.models.weight import Weight
+from jaxserve.models.weight import Used, Weight
 from jaxserve.quantization import GROUP
 
 
@@ -46,7 +47,7 @@ class QuantizedWeight(Weight):
         """Bytes of its arrays."""
         return sum(leaf.nbytes for leaf in jax.tree.leaves(self))
 
-    def linear(self, x: jax.Array) -> jax.Array:
+    def linear(self, x: jax.Array, used: Used = None) -> jax.Array:
         """`x` times the weights, which are widened on the way."""
         flat = x.reshape(x.shape[0], math.prod(self.inputs))
         weight = _widened(self.codes, self.scale).astype(self.dtype)
@@ -55,7 +56,9 @@ class QuantizedWeight(Weight):
     def rows(self, numbers: jax.Array) -> jax.Array:
         """A gather of codes and scales."""
         codes, scale = (x.at[numbers].get(mode="clip") for x in (self.codes, self.scale))
-        return _widened(codes, scale)
+        kept = jnp.finfo(self.dtype)
+        # XLA may leave out a conversion to a narrower type and back.
+        return lax.reduce_precision(_widened(codes, scale), kept.nexp, kept.nmant)
 
 
 def _widened(codes: jax.Array, scale: jax.Array) -> jax.Array:  # f32[n, k]

@@ -17,16 +17,24 @@ from jaxserve.models.linear import linear
 from jaxserve.models.norm import rms_norm
 from jaxserve.sampling.largest import argmax
 
+Used = jax.Array | None
+
 
 class Weight:
-    """Weights `[n..., k...]`: what they compute of rows, each row by itself."""
+    """Weights `[n..., k...]`: what they compute of rows, each row by itself.
+
+    `used`, i32[] or None for all, is how many rows are wanted.  The results of the rows after
+    them may be anything: a backend that can saves their work.
+    """
 
     @property
     def dtype(self) -> np.dtype[Any]:
         """Type of the rows it takes, and of the model's activations."""
         raise NotImplementedError
 
-    def linear(self, x: jax.Array) -> jax.Array:  # [rows, k...] -> f32[rows, n...]
+    def linear(
+        self, x: jax.Array, used: Used = None
+    ) -> jax.Array:  # [rows, k...] -> f32[rows, n...]
         """`out[r, n...] = sum_k x[r, k...] weight[n..., k...]`, accumulated in float32."""
         raise NotImplementedError
 
@@ -34,30 +42,34 @@ class Weight:
         """Rows of the weights themselves; numbers out of range are clipped."""
         raise NotImplementedError
 
-    def linear_add(self, x: jax.Array, residual: jax.Array) -> jax.Array:
+    def linear_add(self, x: jax.Array, residual: jax.Array, used: Used = None) -> jax.Array:
         """`residual + linear(x)`, in float32."""
-        return residual + self.linear(x)
+        return residual + self.linear(x, used)
 
-    def norm_linear(self, x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    def norm_linear(
+        self, x: jax.Array, gain: jax.Array, eps: float, used: Used = None
+    ) -> jax.Array:
         """`linear(rms_norm(x))` of float32 rows."""
-        return self.linear(rms_norm(x, gain, eps).astype(self.dtype))
+        return self.linear(rms_norm(x, gain, eps).astype(self.dtype), used)
 
-    def norm_swiglu(self, x: jax.Array, gain: jax.Array, eps: float) -> jax.Array:
+    def norm_swiglu(
+        self, x: jax.Array, gain: jax.Array, eps: float, used: Used = None
+    ) -> jax.Array:
         """`silu(gate) * up` of weights `[f, 2, k]`: gate and up projection of `rms_norm(x)`.
 
         SwiGLU (arXiv:2002.05202), as `[rows, f]` of `dtype`.
         """
-        gate_up = self.norm_linear(x, gain, eps)
+        gate_up = self.norm_linear(x, gain, eps, used)
         return (jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1]).astype(self.dtype)
 
     def norm_argmax(
-        self, x: jax.Array, gain: jax.Array, eps: float
+        self, x: jax.Array, gain: jax.Array, eps: float, used: Used = None
     ) -> tuple[jax.Array, jax.Array]:  # i32[rows], f32[rows]
         """The largest of `norm_linear(x)` and the lowest place that has it, per row.
 
         The value is not finite if the row is of no use.
         """
-        logits = self.norm_linear(x, gain, eps)
+        logits = self.norm_linear(x, gain, eps, used)
         return argmax(logits), logits.max(-1)
 
 
@@ -74,7 +86,7 @@ class DenseWeight(Weight):
         """That of the array."""
         return np.dtype(self.array.dtype)
 
-    def linear(self, x: jax.Array) -> jax.Array:
+    def linear(self, x: jax.Array, used: Used = None) -> jax.Array:
         """See `jaxserve.models.linear`."""
         return linear(x, self.array, contract=self.inputs)
 

@@ -69,6 +69,7 @@ def write(
 
 def rotate_write_attend(
     qkv: jax.Array,
+    used: jax.Array,
     cos: jax.Array,
     sin: jax.Array,
     slots: jax.Array,
@@ -89,8 +90,8 @@ def rotate_write_attend(
         jax.ShapeDtypeStruct(pages.cells.shape, pages.cells.dtype),
     )
     name = target(kernels, "rotate_write_attend")
-    call = jax.ffi.ffi_call(name, out, input_output_aliases={8: 1})
-    operands = (qkv, cos, sin, slots, block_tables, decode_lens, chunk_kv_lens, chunk_cu_lens)
+    call = jax.ffi.ffi_call(name, out, input_output_aliases={9: 1})
+    operands = (qkv, used, cos, sin, slots, block_tables, decode_lens, chunk_kv_lens, chunk_cu_lens)
     extra = () if sinks is None else (sinks.astype(jnp.float32),)
     attended, cells = call(*operands, pages.cells, *extra, **_softmax(options))
     return attended, KVPages(cells)

@@ -3,6 +3,8 @@
 Weights are bfloat16 `[panels, steps, 32, 2]` of `packing.pack`, or 8 bits with scales of groups,
 `u8[panels, groups, 1088]` of `packing.pack_groups`, each rounded to bfloat16 on its way into the
 product.  A result is a function of its row: no other row can change a bit of it.
+
+`used`, i32[], is how many rows are wanted: what is returned for the rows after them is anything.
 """
 
 from __future__ import annotations
@@ -20,30 +22,33 @@ from pallas_kernels.cpu.library import target
 def linear(
     kernels: str,
     x: jax.Array,  # bf16[rows, k]
+    used: jax.Array,
     weight: jax.Array,
     outputs: int,
 ) -> jax.Array:  # f32[rows, outputs]
     """`x @ weight.T`, accumulated in float32."""
     out = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
-    rows: jax.Array = _call(kernels, "linear", out)(x, weight)
+    rows: jax.Array = _call(kernels, "linear", out)(x, used, weight)
     return rows
 
 
 def linear_add(
     kernels: str,
     x: jax.Array,  # bf16[rows, k]
+    used: jax.Array,
     weight: jax.Array,
     residual: jax.Array,  # f32[rows, outputs]
 ) -> jax.Array:  # f32[rows, outputs]
     """`residual + x @ weight.T`."""
     out = jax.ShapeDtypeStruct(residual.shape, jnp.float32)
-    rows: jax.Array = _call(kernels, "linear_add", out)(x, weight, residual)
+    rows: jax.Array = _call(kernels, "linear_add", out)(x, used, weight, residual)
     return rows
 
 
 def norm_linear(
     kernels: str,
     x: jax.Array,  # f32[rows, k]
+    used: jax.Array,
     gain: jax.Array,  # bf16[k]
     eps: float,
     weight: jax.Array,
@@ -51,13 +56,14 @@ def norm_linear(
 ) -> jax.Array:  # f32[rows, outputs]
     """`rms_norm(x) * gain`, rounded to the weights' type, times the weights."""
     out = jax.ShapeDtypeStruct((x.shape[0], outputs), jnp.float32)
-    rows: jax.Array = _call(kernels, "norm_linear", out)(x, gain, weight, eps=np.float32(eps))
+    rows: jax.Array = _call(kernels, "norm_linear", out)(x, used, gain, weight, eps=np.float32(eps))
     return rows
 
 
 def norm_swiglu(
     kernels: str,
     x: jax.Array,  # f32[rows, k]
+    used: jax.Array,
     gain: jax.Array,  # bf16[k]
     eps: float,
     weight: jax.Array,  # gates and ups as `packing.interleave` orders them
@@ -65,13 +71,14 @@ def norm_swiglu(
 ) -> jax.Array:  # bf16[rows, width]
     """`silu(gate) * up` of `norm_linear`'s result (SwiGLU, arXiv:2002.05202)."""
     out = jax.ShapeDtypeStruct((x.shape[0], width), jnp.bfloat16)
-    rows: jax.Array = _call(kernels, "norm_swiglu", out)(x, gain, weight, eps=np.float32(eps))
+    rows: jax.Array = _call(kernels, "norm_swiglu", out)(x, used, gain, weight, eps=np.float32(eps))
     return rows
 
 
 def norm_argmax(
     kernels: str,
     x: jax.Array,  # f32[rows, k]
+    used: jax.Array,
     gain: jax.Array,  # bf16[k]
     eps: float,
     weight: jax.Array,
@@ -87,7 +94,7 @@ def norm_argmax(
         jax.ShapeDtypeStruct((rows,), jnp.float32),
     )
     token, most = _call(kernels, "norm_argmax", out)(
-        x, gain, weight, eps=np.float32(eps), outputs=np.int32(outputs)
+        x, used, gain, weight, eps=np.float32(eps), outputs=np.int32(outputs)
     )
     return token, most
 

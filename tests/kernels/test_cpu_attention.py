@@ -174,7 +174,17 @@ def test_fused_equals_its_three_operations(name: str, config: Config) -> None:
     pages = random_pages(config, rng)
     lengths = (jnp.asarray(decode_lens), jnp.asarray(chunk_kv), jnp.asarray(cu))
     out, fused = rotate_write_attend(
-        qkv, cos, sin, slots, pages, tables, *lengths, None, options(config), kernels=kernels
+        qkv,
+        np.int32(rows),
+        cos,
+        sin,
+        slots,
+        pages,
+        tables,
+        *lengths,
+        None,
+        options(config),
+        kernels=kernels,
     )
 
     q = rotate_half(qkv[:, :, :-2].reshape(rows, -1, config.head_dim), cos, sin)

@@ -46,6 +46,11 @@ class Case:
         return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * self.gain.astype(np.float64)
 
 
+def used(x: Any) -> Array:
+    """All rows of `x`."""
+    return np.int32(len(x))
+
+
 def error(got: Any, want: Array) -> float:
     return float(np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max())
 
@@ -79,18 +84,20 @@ def test_products_against_numpy(name: str, grouped: bool, shape: tuple[int, int]
     """Weights of 8 bits are products with what they stand for, rounded to bfloat16."""
     case, kernels, rows = Case(shape, grouped), need(name), 37
     x = case.x[:rows].astype(jnp.bfloat16)
-    got = ops.linear(kernels, x, case.packed, case.outputs)
+    got = ops.linear(kernels, x, used(x), case.packed, case.outputs)
     assert got.dtype == jnp.float32
     assert error(got, x.astype(np.float64) @ case.numbers.T) < 1e-5
-    rounded = ops.linear(kernels, x, packing.pack(case.whole), case.outputs)
+    rounded = ops.linear(kernels, x, used(x), packing.pack(case.whole), case.outputs)
     np.testing.assert_array_equal(got, rounded)
     residual = case.residual[:rows]
-    added = ops.linear_add(kernels, x, case.packed, residual)
+    added = ops.linear_add(kernels, x, used(x), case.packed, residual)
     np.testing.assert_array_equal(added, np.asarray(got) + residual)
-    normed = ops.norm_linear(kernels, case.x[:rows], case.gain, 1e-5, case.packed, case.outputs)
+    normed = ops.norm_linear(
+        kernels, case.x[:rows], used(case.x[:rows]), case.gain, 1e-5, case.packed, case.outputs
+    )
     assert error(normed, case.normed(rows) @ case.numbers.T) < 1e-2
     token, most = ops.norm_argmax(
-        kernels, case.x[:rows], case.gain, 1e-5, case.packed, case.outputs
+        kernels, case.x[:rows], used(case.x[:rows]), case.gain, 1e-5, case.packed, case.outputs
     )
     np.testing.assert_array_equal(token, np.asarray(normed).argmax(-1))
     np.testing.assert_array_equal(most, np.asarray(normed).max(-1))
@@ -109,7 +116,9 @@ def test_gated_product(name: str, grouped: bool) -> None:
     packed = packing.pack(rows_of_panels)
     if grouped:
         packed = packing.pack_groups(*quantize(rows_of_panels))
-    got = ops.norm_swiglu(kernels, case.x[:rows], case.gain, 1e-5, packed, width)
+    got = ops.norm_swiglu(
+        kernels, case.x[:rows], used(case.x[:rows]), case.gain, 1e-5, packed, width
+    )
     products = (case.normed(rows) @ case.numbers.T).reshape(rows, width, 2)
     gate, up = products[..., 0], products[..., 1]
     assert got.dtype == jnp.bfloat16
@@ -129,12 +138,12 @@ def test_a_row_has_the_same_bits_among_any_number_of_rows(name: str, grouped: bo
 
 def _all_products(case: Case, kernels: str, tail: tuple[Any, ...], rows: int) -> list[Array]:
     x, narrow = case.x[:rows], case.x[:rows].astype(jnp.bfloat16)
-    gated = ops.norm_swiglu(kernels, x, *tail, case.packed.shape[0] * 16)
+    gated = ops.norm_swiglu(kernels, x, used(x), *tail, case.packed.shape[0] * 16)
     return [
-        np.asarray(ops.linear(kernels, narrow, case.packed, case.outputs)),
-        np.asarray(ops.norm_linear(kernels, x, *tail, case.outputs)),
+        np.asarray(ops.linear(kernels, narrow, used(narrow), case.packed, case.outputs)),
+        np.asarray(ops.norm_linear(kernels, x, used(x), *tail, case.outputs)),
         np.asarray(gated).view(np.uint16),
-        *map(np.asarray, ops.norm_argmax(kernels, x, *tail, case.outputs)),
+        *map(np.asarray, ops.norm_argmax(kernels, x, used(x), *tail, case.outputs)),
     ]
 
 
@@ -145,7 +154,9 @@ def test_the_lowest_of_equal_outputs_is_taken(name: str) -> None:
     weight = case.whole.copy()
     weight[[3, 17, 40, 69]] = signs * 100
     gain = np.ones(64, jnp.bfloat16)
-    token, _ = ops.norm_argmax(kernels, signs[None], gain, 1e-5, packing.pack(weight), 70)
+    token, _ = ops.norm_argmax(
+        kernels, signs[None], used(signs[None]), gain, 1e-5, packing.pack(weight), 70
+    )
     assert token.tolist() == [3]
 
 
@@ -159,16 +170,33 @@ def test_a_row_that_is_not_finite_says_so_and_harms_no_other(
     x = case.x[:9].copy()
     x[4, 7] = bad
     tail = (case.gain, 1e-5, case.packed, case.outputs)
-    clean = ops.norm_argmax(kernels, case.x[:9], *tail)
-    token, most = ops.norm_argmax(kernels, x, *tail)
+    clean = ops.norm_argmax(kernels, case.x[:9], used(case.x[:9]), *tail)
+    token, most = ops.norm_argmax(kernels, x, used(x), *tail)
     others = np.arange(9) != 4
     assert not np.isfinite(most[4])
     assert 0 <= int(token[4]) < 50
     np.testing.assert_array_equal(np.asarray(token)[others], np.asarray(clean[0])[others])
     np.testing.assert_array_equal(np.asarray(most)[others], np.asarray(clean[1])[others])
-    logits = np.asarray(ops.norm_linear(kernels, x, *tail))
+    logits = np.asarray(ops.norm_linear(kernels, x, used(x), *tail))
     assert not np.isfinite(logits[4]).any()
     assert np.isfinite(logits[others]).all()
+
+
+@each_set
+@each_type
+def test_only_the_rows_in_use_are_computed(name: str, grouped: bool) -> None:
+    case, kernels = Case((96, 80), grouped), need(name)
+    x, few = case.x[:40], np.int32(7)
+    tail = (case.gain, 1e-5, case.packed, case.outputs)
+    whole = ops.norm_linear(kernels, x, used(x), *tail)
+    part = ops.norm_linear(kernels, x, few, *tail)
+    np.testing.assert_array_equal(part[:7], whole[:7])
+    tokens, most = ops.norm_argmax(kernels, x, few, *tail)
+    np.testing.assert_array_equal(tokens[:7], np.asarray(whole)[:7].argmax(-1))
+    assert not np.asarray(tokens)[7:].any()
+    assert not np.asarray(most)[7:].any()
+    none = ops.norm_argmax(kernels, x, np.int32(0), *tail)
+    assert not np.asarray(none[0]).any()
 
 
 def test_calls_of_several_threads_at_once() -> None:
@@ -180,7 +208,7 @@ def test_calls_of_several_threads_at_once() -> None:
         pytest.skip("no CPU kernels here")
     case = Case((512, 96), grouped=False)
     x = jnp.asarray(case.x[:64], jnp.bfloat16)
-    call = jax.jit(lambda x, w: ops.linear(name, x, w, case.outputs))
+    call = jax.jit(lambda x, w: ops.linear(name, x, used(x), w, case.outputs))
     want = np.asarray(call(x, case.packed))
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda _: np.asarray(call(x, case.packed)), range(200)))

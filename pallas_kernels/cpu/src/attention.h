@@ -144,9 +144,9 @@ inline float soften(const float* scores, int start, int count, const Softmax& so
     const int t = start + g * kLanes;
     F16 x = load(scores + g * kLanes) * all(softmax.scale);
     if (softmax.soft_cap > 0) x = cap(x, softmax.soft_cap);
-    const int end = std::min({state.last - t, count - g * kLanes, kLanes});
-    x = first(std::max(end, 0), x, nothing);
-    x = first(std::max(0, std::min(state.first - t, kLanes)), nothing, x);
+    const int end = std::min(state.last - t, count - g * kLanes), begin = state.first - t;
+    if (end < kLanes) x = first(std::max(end, 0), x, nothing);
+    if (begin > 0) x = first(std::min(begin, kLanes), nothing, x);
     logits[g] = x;
     most = max(x, most);
   }

@@ -24,6 +24,11 @@ T* data(Result& result) {
 }
 int dim(const Buffer& buffer, int axis) { return int(buffer.dimensions()[axis]); }
 
+// Rows to compute: those of x, or fewer if `used`, s32[], says so.  Nothing is written for others.
+int used_rows(const Buffer& x, const Buffer& used) {
+  return std::max(0, std::min(dim(x, 0), *data<const int32_t>(used)));
+}
+
 Weights weights_of(const Buffer& packed, int outputs, int inputs) {
   Weights weights;
   weights.data = data<const uint8_t>(packed);
@@ -34,12 +39,12 @@ Weights weights_of(const Buffer& packed, int outputs, int inputs) {
   return weights;
 }
 
-Rows normed(ffi::ThreadPool& pool, const Buffer& x, const Buffer& gain, const Weights& weights,
-            float eps) {
+Rows normed(ffi::ThreadPool& pool, const Buffer& x, const Buffer& used, const Buffer& gain,
+            const Weights& weights, float eps) {
   const int size = dim(x, 1);
   const float* rows = data<const float>(x);
   const bf16* scale = data<const bf16>(gain);
-  return prepare(pool, dim(x, 0), weights, [=](int m) {
+  return prepare(pool, used_rows(x, used), weights, [=](int m) {
     return NormedRow(rows + long(m) * size, scale, size, eps);
   });
 }
@@ -63,35 +68,35 @@ void store_product(ffi::ThreadPool& pool, const Rows& rows, const Weights& weigh
           });
 }
 
-ffi::Error Linear(ffi::ThreadPool pool, Buffer x, Buffer w, Result out) {
+ffi::Error Linear(ffi::ThreadPool pool, Buffer x, Buffer used, Buffer w, Result out) {
   const Weights weights = weights_of(w, int(out->dimensions()[1]), dim(x, 1));
-  const Rows rows = prepare(pool, data<const bf16>(x), dim(x, 0), weights);
+  const Rows rows = prepare(pool, data<const bf16>(x), used_rows(x, used), weights);
   store_product(pool, rows, weights, nullptr, data<float>(out));
   return ffi::Error::Success();
 }
 
-ffi::Error LinearAdd(ffi::ThreadPool pool, Buffer x, Buffer w, Buffer residual,
+ffi::Error LinearAdd(ffi::ThreadPool pool, Buffer x, Buffer used, Buffer w, Buffer residual,
                      Result out) {
   const Weights weights = weights_of(w, int(out->dimensions()[1]), dim(x, 1));
-  const Rows rows = prepare(pool, data<const bf16>(x), dim(x, 0), weights);
+  const Rows rows = prepare(pool, data<const bf16>(x), used_rows(x, used), weights);
   store_product(pool, rows, weights, data<const float>(residual), data<float>(out));
   return ffi::Error::Success();
 }
 
-ffi::Error NormLinear(ffi::ThreadPool pool, Buffer x, Buffer gain, Buffer w,
+ffi::Error NormLinear(ffi::ThreadPool pool, Buffer x, Buffer used, Buffer gain, Buffer w,
                       Result out, float eps) {
   const Weights weights = weights_of(w, int(out->dimensions()[1]), dim(x, 1));
-  const Rows rows = normed(pool, x, gain, weights, eps);
+  const Rows rows = normed(pool, x, used, gain, weights, eps);
   store_product(pool, rows, weights, nullptr, data<float>(out));
   return ffi::Error::Success();
 }
 
 // Panels hold 16 gates, then the 16 ups that belong to them.
-ffi::Error NormSwiglu(ffi::ThreadPool pool, Buffer x, Buffer gain, Buffer w,
+ffi::Error NormSwiglu(ffi::ThreadPool pool, Buffer x, Buffer used, Buffer gain, Buffer w,
                       Result out, float eps) {
   const int width = int(out->dimensions()[1]);
   const Weights weights = weights_of(w, dim(w, 0) * kPanel, dim(x, 1));
-  const Rows rows = normed(pool, x, gain, weights, eps);
+  const Rows rows = normed(pool, x, used, gain, weights, eps);
   bf16* hidden = data<bf16>(out);
   product(pool, rows, weights, num_chunks(pool, weights.panels(), rows.count),
           [=](const PanelValues& values, int) {
@@ -122,10 +127,10 @@ struct Best {
   }
 };
 
-ffi::Error NormArgmax(ffi::ThreadPool pool, Buffer x, Buffer gain, Buffer w,
+ffi::Error NormArgmax(ffi::ThreadPool pool, Buffer x, Buffer used, Buffer gain, Buffer w,
                       Result token, Result most, float eps, int32_t outputs) {
   const Weights weights = weights_of(w, outputs, dim(x, 1));
-  const Rows rows = normed(pool, x, gain, weights, eps);
+  const Rows rows = normed(pool, x, used, gain, weights, eps);
   const int count = rows.count, chunks = num_chunks(pool, weights.panels(), count);
   Best* best = scratch<Best, 5>(size_t(chunks) * count);
   std::fill(best, best + size_t(chunks) * count, Best());
@@ -140,6 +145,8 @@ ffi::Error NormArgmax(ffi::ThreadPool pool, Buffer x, Buffer gain, Buffer w,
       }
     }
   });
+  std::fill_n(data<int32_t>(token), dim(x, 0), 0);
+  std::fill_n(data<float>(most), dim(x, 0), 0.f);
   for (int m = 0; m < count; m++) {
     float value = -kInfinity;
     int32_t column = outputs;
@@ -172,23 +179,29 @@ void grouped_row(const Weights& weights, int n, int inputs, float* row) {
     const int at = kPanel * 2 + (k % kInputs / 2 * kPanel + n % kPanel) * 2 + k % 2;
     row[k] = float(int8_t(group[at])) * scale;
   }
+  for (int k = 0; k < inputs; k += kLanes) {  // rounded, as the weights of every product are
+    alignas(64) bf16 rounded[kLanes];
+    store_bf16(rounded, load_some(row + k, inputs - k));
+    store_some(row + k, inputs - k, load_bf16(rounded));
+  }
+}
+
+void plain_row(const Weights& weights, int n, int inputs, float* row) {
+  const uint8_t* at = weights.panel(n / kPanel) + n % kPanel * kStepBytes;
+  for (int k = 0; k < inputs; k++)
+    row[k] = to_float(reinterpret_cast<const bf16*>(at + size_t(k / 2) * kPanelStep)[k % 2]);
 }
 
 // out f32[M, K]: row `tokens[m]` of the weights, which are packed as [N, K].
-ffi::Error WeightRows(Buffer tokens, Buffer w, Result out, int32_t outputs) {
+ffi::Error WeightRows(ffi::ThreadPool pool, Buffer tokens, Buffer w, Result out,
+                      int32_t outputs) {
   const int count = dim(tokens, 0), inputs = int(out->dimensions()[1]);
   const Weights weights = weights_of(w, outputs, inputs);
-  for (int m = 0; m < count; m++) {
+  Team::instance().each(pool, count, [&](int m) {
     const int n = std::max(0, std::min(data<const int32_t>(tokens)[m], outputs - 1));
-    if (weights.grouped) {
-      grouped_row(weights, n, inputs, data<float>(out) + long(m) * inputs);
-      continue;
-    }
-    const uint8_t* at = weights.panel(n / kPanel) + n % kPanel * kStepBytes;
     float* row = data<float>(out) + long(m) * inputs;
-    for (int k = 0; k < inputs; k++)
-      row[k] = to_float(reinterpret_cast<const bf16*>(at + size_t(k / 2) * kPanelStep)[k % 2]);
-  }
+    (weights.grouped ? grouped_row : plain_row)(weights, n, inputs, row);
+  });
   return ffi::Error::Success();
 }
 
@@ -315,7 +328,7 @@ ffi::Error Write(ffi::ThreadPool pool, Buffer k, Buffer v, Buffer slots, Buffer 
 
 // A whole layer's attention: rotate, write the cells, then attend.  The first rows are one decode
 // token of each sequence, those after them chunk tokens by cumulative counts.
-ffi::Error RotateWriteAttend(ffi::ThreadPool pool, Buffer qkv, Buffer cos, Buffer sin,
+ffi::Error RotateWriteAttend(ffi::ThreadPool pool, Buffer qkv, Buffer used, Buffer cos, Buffer sin,
                              Buffer slots, Buffer tables, Buffer decode_lens, Buffer chunk_lens,
                              Buffer chunk_cu, Buffer cells, ffi::RemainingArgs sinks, Result out,
                              Result written, float scale, float soft_cap, int32_t window) {
@@ -344,10 +357,11 @@ ffi::Error RotateWriteAttend(ffi::ThreadPool pool, Buffer qkv, Buffer cos, Buffe
       write_cell(pages, slot[r], h, rotated, x + (group + 1) * head_dim);
     }
   };
-  const int row_parts = rows < 4 ? 1 : std::min<int>(rows, int(pool.num_threads()) * 4);
+  const int count = used_rows(qkv, used);
+  const int row_parts = count < 4 ? 1 : std::min<int>(count, int(pool.num_threads()) * 4);
   Team::instance().each(pool, row_parts, [&](int part) {
-    const int end = int(long(rows) * (part + 1) / row_parts);
-    for (int r = int(long(rows) * part / row_parts); r < end; r++) prepare_row(r);
+    const int end = int(long(count) * (part + 1) / row_parts);
+    for (int r = int(long(count) * part / row_parts); r < end; r++) prepare_row(r);
   });
 
   std::vector<Item> items;
@@ -376,21 +390,21 @@ extern "C" {
 #pragma GCC visibility push(default)
 
 // clang-format off
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear, Linear, ffi::Ffi::Bind().POOL.IN.IN.OUT);
-XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear_add, LinearAdd, ffi::Ffi::Bind().POOL.IN.IN.IN.OUT);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear, Linear, ffi::Ffi::Bind().POOL.IN.IN.IN.OUT);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_linear_add, LinearAdd, ffi::Ffi::Bind().POOL.IN.IN.IN.IN.OUT);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_norm_linear, NormLinear,
-    ffi::Ffi::Bind().POOL.IN.IN.IN.OUT.Attr<float>("eps"));
+    ffi::Ffi::Bind().POOL.IN.IN.IN.IN.OUT.Attr<float>("eps"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_norm_swiglu, NormSwiglu,
-    ffi::Ffi::Bind().POOL.IN.IN.IN.OUT.Attr<float>("eps"));
+    ffi::Ffi::Bind().POOL.IN.IN.IN.IN.OUT.Attr<float>("eps"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_norm_argmax, NormArgmax,
-    ffi::Ffi::Bind().POOL.IN.IN.IN.OUT.OUT.Attr<float>("eps").Attr<int32_t>("outputs"));
+    ffi::Ffi::Bind().POOL.IN.IN.IN.IN.OUT.OUT.Attr<float>("eps").Attr<int32_t>("outputs"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_weight_rows, WeightRows,
-    ffi::Ffi::Bind().IN.IN.OUT.Attr<int32_t>("outputs"));
+    ffi::Ffi::Bind().POOL.IN.IN.OUT.Attr<int32_t>("outputs"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, Attention,
     ffi::Ffi::Bind().POOL.IN.IN.IN.IN.IN.MORE.OUT.SOFTMAX);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_write, Write, ffi::Ffi::Bind().POOL.IN.IN.IN.IN.OUT);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_rotate_write_attend, RotateWriteAttend,
-    ffi::Ffi::Bind().POOL.IN.IN.IN.IN.IN.IN.IN.IN.IN.MORE.OUT.OUT.SOFTMAX);
+    ffi::Ffi::Bind().POOL.IN.IN.IN.IN.IN.IN.IN.IN.IN.IN.MORE.OUT.OUT.SOFTMAX);
 // clang-format on
 
 // 0 if these kernels can be used in this process; asked once, after loading.

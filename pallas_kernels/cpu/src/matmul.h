@@ -98,12 +98,11 @@ T* scratch(size_t count) {
   return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(memory.data()) + 63) & ~uintptr_t(63));
 }
 
-// One panel of grouped weights as bfloat16, each rounded once from its 8 bits times the scale.
-// Meanwhile the one after it is brought near.
-inline const uint8_t* expanded(const uint8_t* packed, int steps) {
+// Steps of grouped weights as bfloat16, each rounded once from its 8 bits times the scale.
+// Meanwhile what lies `ahead` bytes after them is brought near.
+inline const uint8_t* expanded(const uint8_t* packed, int steps, size_t ahead) {
   bf16* panel = scratch<bf16, 10>(size_t(steps) * kPanel * 2);
   bf16* out = panel;
-  const size_t ahead = size_t(steps / kTileSteps) * kGroupBytes;
   for (int group = 0; group < steps / kTileSteps; group++, packed += kGroupBytes) {
     const bf16* scales = reinterpret_cast<const bf16*>(packed);
     F16 scale[4];
@@ -177,26 +176,47 @@ inline void panel_product(const Rows& rows, const uint8_t* w, int steps, float* 
     }
   }
 }
+inline void grouped_product(const Rows& rows, const uint8_t* packed, int steps, float* c) {
+  const size_t panel_bytes = size_t(steps / kTileSteps) * kGroupBytes;
+  panel_product(rows, expanded(packed, steps, panel_bytes), steps, c);
+}
 inline void panels_done() { tile_release(); }
 
 #else
 
-// c [M, 32] = rows times one panel; the rows in equal parts of at most `kTileRows`.
-inline void panel_product(const Rows& rows, const uint8_t* w, int steps, float* c) {
+// c [M, 32] += `count` steps of the rows, from `begin` on, times those of a panel; the rows in equal
+// parts of at most `kTileRows`.
+inline void block_product(const Rows& rows, int begin, int count, const uint8_t* w,
+                          const uint8_t* next, float* c) {
   const int parts = (rows.count + kTileRows - 1) / kTileRows;
+  for (int part = 0; part < parts; part++) {
+    const int first = int(long(rows.count) * part / parts);
+    const int last = int(long(rows.count) * (part + 1) / parts);
+    // The next panel is brought near while this one is used: half of it in each of two parts.
+    const uint8_t* ahead = next && part < 2 ? next + size_t(part) * count * 64 : nullptr;
+    tile_of<kTileRows>(last - first, rows.data + first * rows.stride + begin * kStepBytes,
+                       rows.stride, w, count, ahead, c + first * kPanel);
+  }
+}
+
+// c [M, 32] = rows times one panel.
+inline void panel_product(const Rows& rows, const uint8_t* w, int steps, float* c) {
   memset(c, 0, sizeof(float) * rows.count * kPanel);
   for (int s = 0; s < steps; s += kBlockSteps) {
-    const int count = std::min(kBlockSteps, steps - s);
-    for (int part = 0; part < parts; part++) {
-      const int begin = int(long(rows.count) * part / parts);
-      const int end = int(long(rows.count) * (part + 1) / parts);
-      // The next panel is brought near while this one is used: half of it in each of two parts.
-      const uint8_t* next = w + size_t(steps + s) * kPanelStep;
-      const uint8_t* ahead = part > 1 ? nullptr : next + size_t(part) * count * 64;
-      tile_of<kTileRows>(end - begin, rows.data + begin * rows.stride + s * kStepBytes,
-                         rows.stride, w + size_t(s) * kPanelStep, count, ahead,
-                         c + begin * kPanel);
-    }
+    const uint8_t *block = w + size_t(s) * kPanelStep, *next = block + size_t(steps) * kPanelStep;
+    block_product(rows, s, std::min(kBlockSteps, steps - s), block, next, c);
+  }
+}
+
+// The same of grouped weights, expanded a few groups at a time: what L1 holds.
+inline void grouped_product(const Rows& rows, const uint8_t* packed, int steps, float* c) {
+  constexpr int kSteps = 4 * kTileSteps;
+  const size_t panel_bytes = size_t(steps / kTileSteps) * kGroupBytes;
+  memset(c, 0, sizeof(float) * rows.count * kPanel);
+  for (int s = 0; s < steps; s += kSteps) {
+    const int count = std::min(kSteps, steps - s);
+    const uint8_t* groups = packed + size_t(s / kTileSteps) * kGroupBytes;
+    block_product(rows, s, count, expanded(groups, count, panel_bytes), nullptr, c);
   }
 }
 inline void panels_done() {}
@@ -222,8 +242,11 @@ void product(xla::ffi::ThreadPool& pool, const Rows& rows, const Weights& weight
     const int end = int(long(panels) * (chunk + 1) / chunks);
     for (int p = int(long(panels) * chunk / chunks); p < end; p++) {
       const uint8_t* panel = weights.panel(p);
-      if (weights.grouped) panel = expanded(panel, weights.steps);
-      panel_product(rows, panel, weights.steps, sums);
+      if (weights.grouped) {
+        grouped_product(rows, panel, weights.steps, sums);
+      } else {
+        panel_product(rows, panel, weights.steps, sums);
+      }
       finish(PanelValues{rows, p, sums}, chunk);
     }
     panels_done();

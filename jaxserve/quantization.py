@@ -64,7 +64,8 @@ def _grouped(weight: npt.NDArray[Any]) -> npt.NDArray[np.float32]:  # [groups, 3
 
 def _best_scale(groups: npt.NDArray[np.float32]) -> npt.NDArray[Any]:  # bf16[groups]
     first = (np.abs(groups).max(-1) / _LARGEST).astype(_BFLOAT16)
-    best, least = first.copy(), np.full(len(groups), np.inf, np.float32)
+    best: npt.NDArray[Any] = first.copy()
+    least = np.full(len(groups), np.inf, np.float32)
     error = np.empty_like(groups)
     for above in range(_TRIED_SCALES):
         scale = (first.view(np.uint16) + np.uint16(above)).view(_BFLOAT16)

@@ -23,7 +23,8 @@ from jaxserve import sharding
 from jaxserve.carry import Carry, set_slot
 from jaxserve.executables import ExecutableStore, Program
 from jaxserve.host_memory import zeros
-from jaxserve.models.llama import Params, abstract_params
+from jaxserve.loading.canonical import leaves
+from jaxserve.models.llama import Params
 from jaxserve.report import StepOutput, unpack_report
 from jaxserve.shapes import ShapeSet, StepShape
 from jaxserve.spec import TENSOR_AXIS, Cache, StepSpec
@@ -76,7 +77,6 @@ class Runner:
         self._num_pages = num_pages
         self._params = params
         self._weights = weights
-        self._canonical = abstract_params(spec.model, self.dtype)
         self._store = store
         self._steps, self._prompt_logprobs, self._set_slot = self._start()
         self._cache: Cache = tuple(
@@ -149,16 +149,18 @@ class Runner:
         Raises:
             ValueError: a leaf is missing, unexpected or of another shape or type.
         """
-        new = dict(jax.tree.leaves_with_path(params))
-        old = dict(jax.tree.leaves_with_path(self._canonical))
+        new = {
+            tuple(key.key for key in path): leaf for path, leaf in jax.tree.leaves_with_path(params)
+        }
+        old = {leaf.path: leaf.shape for leaf in leaves(self.spec.model)}
         if new.keys() != old.keys():
-            odd = sorted(jax.tree_util.keystr(p) for p in new.keys() ^ old.keys())
+            odd = sorted(map(_named, new.keys() ^ old.keys()))
             raise ValueError(f"the new weights differ in these leaves: {', '.join(odd[:8])}")
         for path, leaf in new.items():
-            if (leaf.shape, leaf.dtype) != (old[path].shape, old[path].dtype):
+            if (leaf.shape, leaf.dtype) != (old[path], self.dtype):
                 raise ValueError(
-                    f"new weight {jax.tree_util.keystr(path)} is {leaf.dtype}{list(leaf.shape)}; "
-                    f"the engine serves {old[path].dtype}{list(old[path].shape)}"
+                    f"new weight {_named(path)} is {leaf.dtype}{list(leaf.shape)}; "
+                    f"the engine serves {self.dtype}{list(old[path])}"
                 )
         served = params if self._weights.is_canonical else serve(params, self._weights)
         self._params = jax.tree.map(
@@ -275,6 +277,10 @@ class Runner:
     def _abstract_carry(self) -> Carry:
         like = self.spec.sizes.abstract()
         return Carry(*(self._abstract(x.shape, x.dtype) for x in like))  # type: ignore[arg-type]
+
+
+def _named(path: tuple[Any, ...]) -> str:
+    return "".join(f"[{key!r}]" for key in path)
 
 
 def _abstract_of(tree: Any) -> Any:

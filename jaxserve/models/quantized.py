@@ -56,7 +56,7 @@ class QuantizedWeight(Weight):
     def rows(self, numbers: jax.Array) -> jax.Array:
         """A gather of codes and scales."""
         codes, scale = (x.at[numbers].get(mode="clip") for x in (self.codes, self.scale))
-        kept = jnp.finfo(self.dtype)
+        kept = jnp.finfo(self.dtype)  # type: ignore[no-untyped-call]
         # XLA may leave out a conversion to a narrower type and back.
         return lax.reduce_precision(_widened(codes, scale), kept.nexp, kept.nmant)
 

@@ -40,6 +40,8 @@ from jaxserve.spec import StepSpec
 from jaxserve.step import MULTI_STEP
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import CANONICAL, WeightLayout, load_cpu_kernels, weight_layout
+from pallas_kernels import Implementation, KVLayout
+from pallas_kernels.tuning import Sizes
 from scheduler import BlockPool, Scheduler, SchedulerConfig
 
 log = logging.getLogger(__name__)
@@ -132,21 +134,7 @@ def assemble(
     assert config.multi_step is not None
     shapes = shape_set(config, device.platform, any_rows=not weights.is_canonical)
     tuned = attention_sizes(config, model, implementation, layout, device)
-    spec = StepSpec(
-        model=model,
-        layout=layout,
-        sizes=CarrySizes(
-            num_slots=config.max_num_seqs,
-            vocab_size=model.vocab_size,
-            pages_per_seq=-(-config.max_model_len // layout.page_size),
-            max_model_len=config.max_model_len,
-        ),
-        num_top=min(config.max_logprobs, model.vocab_size),
-        decode=tuned.decode,
-        prefill=tuned.prefill,
-        attention=implementation.name,
-        max_steps=config.multi_step,
-    )
+    spec = _spec(config, model, implementation, layout, tuned)
     directory = Path(
         config.compilation_cache_dir or cache_directory(config.cache_dir) / "executables"
     )
@@ -168,6 +156,32 @@ def assemble(
     )
     log.info("shapes: %s", ", ".join(map(str, shapes.all())))
     return engine, config
+
+
+def _spec(
+    config: EngineConfig,
+    model: ModelConfig,
+    implementation: Implementation,
+    layout: KVLayout,
+    tuned: Sizes,
+) -> StepSpec:
+    assert config.max_model_len is not None
+    assert config.multi_step is not None
+    return StepSpec(
+        model=model,
+        layout=layout,
+        sizes=CarrySizes(
+            num_slots=config.max_num_seqs,
+            vocab_size=model.vocab_size,
+            pages_per_seq=-(-config.max_model_len // layout.page_size),
+            max_model_len=config.max_model_len,
+        ),
+        num_top=min(config.max_logprobs, model.vocab_size),
+        decode=tuned.decode,
+        prefill=tuned.prefill,
+        attention=implementation.name,
+        max_steps=config.multi_step,
+    )
 
 
 def _scheduler(config: EngineConfig, shapes: ShapeSet) -> Scheduler:

@@ -149,11 +149,13 @@ def load_cpu_kernels(name: str, directory: Path) -> str | None:
         try:
             cpu.load(instructions, directory)
         except cpu.Unavailable as error:
-            reason = reason or str(error)
+            reason = reason or f"{instructions.name} cannot be had: {error}"
         else:
+            if reason is not None:
+                log.warning("CPU kernels: %s serves, as %s", instructions.name, reason)
             log.info("CPU kernels: %s", instructions.name)
             return instructions.name
-    log.warning("CPU kernels are off, XLA serves instead (slower, same results): %s", reason)
+    log.warning("CPU kernels are off, XLA serves instead, more slowly: %s", reason)
     return None
 
 

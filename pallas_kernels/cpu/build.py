@@ -35,18 +35,10 @@ def library(instructions: InstructionSet, directory: Path) -> Path:
         Unavailable: there is no compiler, it fails, or nothing can be written.
     """
     compiler = find_compiler()
-    path = directory / f"kernels-{instructions.name}-{_key(compiler, instructions)}.so"
+    path = _path(compiler, instructions, directory)
     if not _intact(path):
         _compile(compiler, instructions, path)
     return path
-
-
-def is_built(instructions: InstructionSet, directory: Path) -> bool:
-    """Whether `library` would find it; False also where there is no compiler."""
-    compiler = next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
-        return False
-    return _intact(directory / f"kernels-{instructions.name}-{_key(compiler, instructions)}.so")
 
 
 def find_compiler() -> str:
@@ -60,6 +52,10 @@ def find_compiler() -> str:
         if path is not None:
             return path
     raise Unavailable(f"no C++ compiler ({', '.join(COMPILERS)}) on the PATH; install g++")
+
+
+def _path(compiler: str, instructions: InstructionSet, directory: Path) -> Path:
+    return directory / f"kernels-{instructions.name}-{_key(compiler, instructions)}.so"
 
 
 def _key(compiler: str, instructions: InstructionSet) -> str:

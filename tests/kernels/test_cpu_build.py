@@ -41,7 +41,6 @@ def copied(built: Path, tmp_path: Path) -> Path:
 def test_a_built_library_is_found_again(copied: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *_, **__: pytest.fail("compiled again"))
     assert build.library(PLAIN, copied.parent) == copied
-    assert build.is_built(PLAIN, copied.parent)
 
 
 @pytest.mark.parametrize("damage", ["truncated", "flipped", "empty"])
@@ -51,7 +50,7 @@ def test_a_damaged_library_is_built_anew(copied: Path, built: Path, damage: str)
     flipped[len(flipped) // 2] ^= 1
     content = {"truncated": intact[: len(intact) // 2], "flipped": bytes(flipped), "empty": b""}
     copied.write_bytes(content[damage])
-    assert not build.is_built(PLAIN, copied.parent)
+    assert not build._intact(copied)
     path = build.library(PLAIN, copied.parent)
     assert build._intact(path)
     assert len(path.read_bytes()) == len(intact)
@@ -139,6 +138,27 @@ def test_masked_features_fall_to_the_next_set(monkeypatch: pytest.MonkeyPatch) -
     """Without the widest instructions the next ones serve, and no line is needed."""
     monkeypatch.setattr(instructions, "cpu_features", lambda: frozenset({"avx2", "fma", "f16c"}))
     assert load_cpu_kernels("auto", cache_directory(None) / "kernels") == "avx2"
+
+
+def test_a_better_set_that_cannot_be_had_is_named(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The next one serves, and one line says what is missing for more."""
+    load = cpu.load
+
+    def refuse_the_best(known: InstructionSet, directory: Path) -> None:
+        if known.name != "avx2":
+            raise cpu.Unavailable("the operating system does not allow their instructions")
+        load(known, directory)
+
+    best = InstructionSet("best_for_tests", ())
+    sets = (best, cpu.instruction_set("avx2"))
+    monkeypatch.setattr(cpu, "best_first", lambda: sets)
+    monkeypatch.setattr(cpu, "load", refuse_the_best)
+    with caplog.at_level(logging.WARNING):
+        assert load_cpu_kernels("auto", cache_directory(None) / "kernels") == "avx2"
+    (line,) = warnings_of(caplog)
+    assert "avx2 serves, as best_for_tests cannot be had: the operating system" in line
 
 
 def test_off_is_quiet(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

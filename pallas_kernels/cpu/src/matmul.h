@@ -1,9 +1,10 @@
 // Products of rows with packed weights: x [M, K] times w [N, K] transposed, panel by panel.
 //
 // A panel is 32 outputs wide: [steps, 32, 2], where a step is two inputs of each output, so that a
-// register holds one step of 16 outputs and a broadcast of a pair of a row meets it.  The same bytes are what AMX tiles want.  K is padded with zeros to 16
-// steps.  A result is a chain of accumulations over k in order, one output of one row in one lane
-// or tile element: its bits do not depend on how many rows there are.
+// register holds one step of 16 outputs and a broadcast of a pair of a row meets it.  The same
+// bytes are what AMX tiles want.  K is padded with zeros to 16 steps.  A result is a chain of
+// accumulations over k in order, one output of one row in one lane or tile element: its bits do not
+// depend on how many rows there are.
 //
 // Weights of 8 bits with a scale per 32 inputs of each output lie in groups: 32 scales, then 16
 // steps of 64 bytes.  A panel of them is turned into a bfloat16 panel when it is used.

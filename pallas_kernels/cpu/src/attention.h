@@ -159,9 +159,12 @@ inline float soften(const float* scores, int start, int count, const Softmax& so
     total = total + p;
     store_bf16(weights + g * kLanes, p);
   }
-  alignas(64) float factor[kLanes];
-  store(factor, exp(all(before - reference)));
-  const float decay = before == state.most ? 1.f : factor[0];
+  float decay = 1.f;  // also of a row that has seen nothing yet: its sums are zeros
+  if (before != state.most && before != -kInfinity) {
+    alignas(64) float factor[kLanes];
+    store(factor, exp(all(before - reference)));
+    decay = factor[0];
+  }
   state.total = state.total * decay + sum(total);
   return decay;
 }

@@ -53,15 +53,15 @@ constexpr int kTileRows = 2;   // 8 accumulators of 16 registers
 #endif
 constexpr int kBlockSteps = 1024;     // of K at once: 128 KiB of a panel, well within L2
 
-// c [rows, 32] += a [rows, steps] times one panel.
-template <int kRows>
+// c [rows, 32] = a [rows, steps] times one panel, added to what c holds if `kAdd`.
+template <int kRows, bool kAdd>
 void tile(const uint8_t* a, long stride, const uint8_t* w, int steps, const uint8_t* ahead,
           float* c) {
   F16 sum[kRows][2];
 #pragma GCC unroll 16
   for (int m = 0; m < kRows; m++) {
-    sum[m][0] = load(c + m * kPanel);
-    sum[m][1] = load(c + m * kPanel + kLanes);
+    sum[m][0] = kAdd ? load(c + m * kPanel) : zero_f();
+    sum[m][1] = kAdd ? load(c + m * kPanel + kLanes) : zero_f();
   }
   for (int s = 0; s < steps; s++) {
     const Packed low = load_packed(w + s * kPanelStep), high = load_packed(w + s * kPanelStep + 64);
@@ -80,12 +80,12 @@ void tile(const uint8_t* a, long stride, const uint8_t* w, int steps, const uint
   }
 }
 
-template <int kRows>
+template <int kRows, bool kAdd>
 void tile_of(int rows, const uint8_t* a, long stride, const uint8_t* w, int steps,
              const uint8_t* ahead, float* c) {
   if constexpr (kRows > 0) {
-    if (rows == kRows) return tile<kRows>(a, stride, w, steps, ahead, c);
-    tile_of<kRows - 1>(rows, a, stride, w, steps, ahead, c);
+    if (rows == kRows) return tile<kRows, kAdd>(a, stride, w, steps, ahead, c);
+    tile_of<kRows - 1, kAdd>(rows, a, stride, w, steps, ahead, c);
   }
 }
 
@@ -162,103 +162,116 @@ inline void amx_shapes(int first, int second) {
   tile_shapes(shapes);
 }
 
-// c [M, 32] = rows times one panel; 32 rows at a time, the last ones with smaller tiles.
-inline void panel_product(const Rows& rows, const uint8_t* w, int steps, float* c) {
+// Rows times one panel; 32 rows at a time, the last ones with smaller tiles.
+template <class Finish>
+void panel_product(const Rows& rows, const uint8_t* w, int steps, float* c, const Finish& finish) {
   for (int m = 0; m < rows.count; m += 32) {
     const int left = rows.count - m, first = std::min(left, 16);
     const int second = std::max(0, std::min(left - 16, 16));
     if (m == 0 || left < 32) amx_shapes(first, second);
     const uint8_t* a = rows.data + m * rows.stride;
-    uint8_t* out = reinterpret_cast<uint8_t*>(c + m * kPanel);
+    uint8_t* out = reinterpret_cast<uint8_t*>(c);
     if (second) {
       amx_tile<true>(a, rows.stride, w, steps, out);
     } else {
       amx_tile<false>(a, rows.stride, w, steps, out);
     }
+    finish(m, m + first + second, c);
   }
 }
-inline void grouped_product(const Rows& rows, const uint8_t* packed, int steps, float* c) {
+template <class Finish>
+void grouped_product(const Rows& rows, const uint8_t* packed, int steps, float* c,
+                     const Finish& finish) {
   const size_t panel_bytes = size_t(steps / kTileSteps) * kGroupBytes;
-  panel_product(rows, expanded(packed, steps, panel_bytes), steps, c);
+  panel_product(rows, expanded(packed, steps, panel_bytes), steps, c, finish);
 }
 inline void panels_done() { tile_release(); }
 
 #else
 
-// c [M, 32] += `count` steps of the rows, from `begin` on, times those of a panel; the rows in equal
-// parts of at most `kTileRows`.
-inline void block_product(const Rows& rows, int begin, int count, const uint8_t* w,
-                          const uint8_t* next, float* c) {
+// Some steps of the inputs: all of them at once, or one part after the other.
+struct Steps {
+  int begin, count;
+  bool first, last;
+
+  Steps(int begin, int most, int all)
+      : begin(begin), count(std::min(most, all - begin)), first(begin == 0),
+        last(begin + count == all) {}
+};
+
+// c [M, 32] += the rows times some steps of a panel; the rows in equal parts of at most `kTileRows`.
+// Each part is finished as soon as it is complete: what its results miss in the cache is fetched
+// while the next part is computed.  The bytes at `next` are brought near meanwhile, some by each
+// part.
+template <class Finish>
+void block_product(const Rows& rows, const Steps& steps, const uint8_t* w, const uint8_t* next,
+                   float* c, const Finish& finish) {
   const int parts = (rows.count + kTileRows - 1) / kTileRows;
   for (int part = 0; part < parts; part++) {
     const int first = int(long(rows.count) * part / parts);
     const int last = int(long(rows.count) * (part + 1) / parts);
-    // The next panel is brought near while this one is used: half of it in each of two parts.
-    const uint8_t* ahead = next && part < 2 ? next + size_t(part) * count * 64 : nullptr;
-    tile_of<kTileRows>(last - first, rows.data + first * rows.stride + begin * kStepBytes,
-                       rows.stride, w, count, ahead, c + first * kPanel);
+    const uint8_t* ahead = next && part < 2 ? next + size_t(part) * steps.count * 64 : nullptr;
+    float* sums = c + first * kPanel;
+    const auto some_tile = steps.first ? tile_of<kTileRows, false> : tile_of<kTileRows, true>;
+    some_tile(last - first, rows.data + first * rows.stride + steps.begin * kStepBytes, rows.stride,
+              w, steps.count, ahead, sums);
+    if (steps.last) finish(first, last, sums);
   }
 }
 
-// c [M, 32] = rows times one panel.
-inline void panel_product(const Rows& rows, const uint8_t* w, int steps, float* c) {
-  memset(c, 0, sizeof(float) * rows.count * kPanel);
+// Rows times one panel.
+template <class Finish>
+void panel_product(const Rows& rows, const uint8_t* w, int steps, float* c, const Finish& finish) {
   for (int s = 0; s < steps; s += kBlockSteps) {
     const uint8_t *block = w + size_t(s) * kPanelStep, *next = block + size_t(steps) * kPanelStep;
-    block_product(rows, s, std::min(kBlockSteps, steps - s), block, next, c);
+    block_product(rows, Steps(s, kBlockSteps, steps), block, next, c, finish);
   }
 }
 
 // The same of grouped weights, expanded a few groups at a time: what L1 holds.
-inline void grouped_product(const Rows& rows, const uint8_t* packed, int steps, float* c) {
+template <class Finish>
+void grouped_product(const Rows& rows, const uint8_t* packed, int steps, float* c,
+                     const Finish& finish) {
   constexpr int kSteps = 4 * kTileSteps;
   const size_t panel_bytes = size_t(steps / kTileSteps) * kGroupBytes;
-  memset(c, 0, sizeof(float) * rows.count * kPanel);
   for (int s = 0; s < steps; s += kSteps) {
-    const int count = std::min(kSteps, steps - s);
+    const Steps some(s, kSteps, steps);
     const uint8_t* groups = packed + size_t(s / kTileSteps) * kGroupBytes;
-    block_product(rows, s, count, expanded(groups, count, panel_bytes), nullptr, c);
+    block_product(rows, some, expanded(groups, some.count, panel_bytes), nullptr, c, finish);
   }
 }
 inline void panels_done() {}
 
 #endif
 
-// Results of a panel: lane group `half` of row m.
+// Results of rows [first, last) and one panel: lane group `half` of row m.
 struct PanelValues {
-  const Rows& rows;
-  int panel;
+  int panel, first, last;
   const float* sums;
 
-  F16 operator()(int m, int half) const { return load(sums + m * kPanel + half * kLanes); }
+  F16 operator()(int m, int half) const {
+    return load(sums + (m - first) * kPanel + half * kLanes);
+  }
 };
 
-// Calls finish(values, chunk) for every panel; chunks are runs of panels done by one thread.
+// Calls finish(values, worker) for some rows of a panel at a time.
 template <class Finish>
-void product(xla::ffi::ThreadPool& pool, const Rows& rows, const Weights& weights, int chunks,
+void product(xla::ffi::ThreadPool& pool, const Rows& rows, const Weights& weights,
              const Finish& finish) {
-  const int panels = weights.panels();
-  Team::instance().each(pool, chunks, [&](int chunk) {
+  Team::instance().runs(pool, weights.panels(), [&](int begin, int end, int worker) {
     float* sums = scratch<float, 1>(size_t(rows.count) * kPanel);
-    const int end = int(long(panels) * (chunk + 1) / chunks);
-    for (int p = int(long(panels) * chunk / chunks); p < end; p++) {
-      const uint8_t* panel = weights.panel(p);
+    for (int p = begin; p < end; p++) {
+      const auto finish_rows = [&](int first, int last, const float* values) {
+        finish(PanelValues{p, first, last, values}, worker);
+      };
       if (weights.grouped) {
-        grouped_product(rows, panel, weights.steps, sums);
+        grouped_product(rows, weights.panel(p), weights.steps, sums, finish_rows);
       } else {
-        panel_product(rows, panel, weights.steps, sums);
+        panel_product(rows, weights.panel(p), weights.steps, sums, finish_rows);
       }
-      finish(PanelValues{rows, p, sums}, chunk);
     }
     panels_done();
   });
-}
-
-// Few rows: runs long enough to stream.  Many: single panels, for an even end.
-inline int num_chunks(xla::ffi::ThreadPool& pool, int panels, int rows) {
-  const int threads = int(pool.num_threads());
-  const int per_thread = rows >= 64 ? 16 : 6;
-  return std::max(1, std::min(panels, threads * per_thread));
 }
 
 }  // namespace jaxserve

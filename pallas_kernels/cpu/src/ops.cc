@@ -53,12 +53,11 @@ Rows normed(ffi::ThreadPool& pool, const Buffer& x, const Buffer& used, const Bu
 void store_product(ffi::ThreadPool& pool, const Rows& rows, const Weights& weights,
                    const float* residual, float* out) {
   const int width = weights.outputs;
-  product(pool, rows, weights, num_chunks(pool, weights.panels(), rows.count),
-          [=](const PanelValues& values, int) {
+  product(pool, rows, weights, [=](const PanelValues& values, int) {
             for (int half = 0; half < 2; half++) {
               const int n = values.panel * kPanel + half * kLanes, left = width - n;
               if (left <= 0) break;
-              for (int m = 0; m < values.rows.count; m++) {
+              for (int m = values.first; m < values.last; m++) {
                 const long at = long(m) * width + n;
                 F16 y = values(m, half);
                 if (residual) y = y + load_some(residual + at, left);
@@ -98,10 +97,9 @@ ffi::Error NormSwiglu(ffi::ThreadPool pool, Buffer x, Buffer used, Buffer gain, 
   const Weights weights = weights_of(w, dim(w, 0) * kPanel, dim(x, 1));
   const Rows rows = normed(pool, x, used, gain, weights, eps);
   bf16* hidden = data<bf16>(out);
-  product(pool, rows, weights, num_chunks(pool, weights.panels(), rows.count),
-          [=](const PanelValues& values, int) {
+  product(pool, rows, weights, [=](const PanelValues& values, int) {
             const int n = values.panel * kLanes;
-            for (int m = 0; m < values.rows.count; m++) {
+            for (int m = values.first; m < values.last; m++) {
               const F16 gate = values(m, 0), up = values(m, 1);
               const F16 y = gate * up / (all(1.f) + exp(zero_f() - gate));
               store_some(hidden + long(m) * width + n, width - n, y);
@@ -120,7 +118,7 @@ struct Best {
     alignas(64) static constexpr int32_t kLane[] = {0, 1, 2,  3,  4,  5,  6,  7,
                                                     8, 9, 10, 11, 12, 13, 14, 15};
     const I16 columns = load(kLane) + all_i(first_column);
-    column = where_less(value, x, columns, column);
+    column = where_less(value, x, columns, min_where_equal(value, x, column, columns));
     value = where_less(value, x, x, value);
     const F16 clipped = max(all(-FLT_MAX), x);  // keeps NaN and +infinity
     odd = odd + (clipped - clipped);
@@ -131,17 +129,17 @@ ffi::Error NormArgmax(ffi::ThreadPool pool, Buffer x, Buffer used, Buffer gain, 
                       Result token, Result most, float eps, int32_t outputs) {
   const Weights weights = weights_of(w, outputs, dim(x, 1));
   const Rows rows = normed(pool, x, used, gain, weights, eps);
-  const int count = rows.count, chunks = num_chunks(pool, weights.panels(), count);
-  Best* best = scratch<Best, 5>(size_t(chunks) * count);
-  std::fill(best, best + size_t(chunks) * count, Best());
-  product(pool, rows, weights, chunks, [=](const PanelValues& values, int chunk) {
+  const int count = rows.count, workers = Team::workers(pool);
+  Best* best = scratch<Best, 5>(size_t(workers) * count);
+  std::fill(best, best + size_t(workers) * count, Best());
+  product(pool, rows, weights, [=](const PanelValues& values, int worker) {
     for (int half = 0; half < 2; half++) {
       const int n = values.panel * kPanel + half * kLanes, left = outputs - n;
       if (left <= 0) break;
-      for (int m = 0; m < count; m++) {
+      for (int m = values.first; m < values.last; m++) {
         F16 y = values(m, half);
         if (left < kLanes) y = first(left, y, all(-kInfinity));
-        best[size_t(chunk) * count + m].see(y, n);
+        best[size_t(worker) * count + m].see(y, n);
       }
     }
   });
@@ -151,8 +149,8 @@ ffi::Error NormArgmax(ffi::ThreadPool pool, Buffer x, Buffer used, Buffer gain, 
     float value = -kInfinity;
     int32_t column = outputs;
     bool finite = true;
-    for (int chunk = 0; chunk < chunks; chunk++) {
-      const Best& part = best[size_t(chunk) * count + m];
+    for (int worker = 0; worker < workers; worker++) {
+      const Best& part = best[size_t(worker) * count + m];
       alignas(64) float values[kLanes];
       alignas(64) int32_t columns[kLanes];
       store(values, part.value);

@@ -46,14 +46,18 @@ inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F16 round(F16 a) { return {_mm512_roundscale_ps(a.v, 8)}; }
 inline float sum(F16 a) { return _mm512_reduce_add_ps(a.v); }
 inline float largest(F16 a) { return _mm512_reduce_max_ps(a.v); }
-// 2 ** n of integral n in [-126, 127].
-inline F16 power_of_two(F16 n) { return {_mm512_scalef_ps(_mm512_set1_ps(1.f), n.v)}; }
+// a * 2 ** n of integral n.
+inline F16 scaled(F16 a, F16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 // a where x < y, else b.
 inline F16 where_less(F16 x, F16 y, F16 a, F16 b) {
   return {_mm512_mask_blend_ps(_mm512_cmp_ps_mask(x.v, y.v, _CMP_LT_OQ), b.v, a.v)};
 }
 inline I16 where_less(F16 x, F16 y, I16 a, I16 b) {
   return {_mm512_mask_blend_epi32(_mm512_cmp_ps_mask(x.v, y.v, _CMP_LT_OQ), b.v, a.v)};
+}
+// The smaller of a and b where x == y, else a.
+inline I16 min_where_equal(F16 x, F16 y, I16 a, I16 b) {
+  return {_mm512_mask_min_epi32(a.v, _mm512_cmp_ps_mask(x.v, y.v, _CMP_EQ_OQ), a.v, b.v)};
 }
 // The first n lanes of a, the others of b.
 inline F16 first(int n, F16 a, F16 b) {
@@ -169,7 +173,12 @@ inline __m256 power_of_two_8(__m256 n) {
   __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
   return _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
 }
-inline F16 power_of_two(F16 n) { JS_EACH_F(power_of_two_8(n.a), power_of_two_8(n.b)) }
+inline __m256 scaled_8(__m256 a, __m256 n) {  // 0 where 2 ** n is no normal number
+  const __m256 least = _mm256_set1_ps(-126.f), most = _mm256_set1_ps(127.f);
+  const __m256 power = power_of_two_8(_mm256_min_ps(most, _mm256_max_ps(least, n)));
+  return _mm256_andnot_ps(_mm256_cmp_ps(n, least, _CMP_LT_OQ), _mm256_mul_ps(a, power));
+}
+inline F16 scaled(F16 x, F16 n) { JS_EACH_F(scaled_8(x.a, n.a), scaled_8(x.b, n.b)) }
 inline F16 where_less(F16 x, F16 y, F16 p, F16 q) {
   JS_EACH_F(_mm256_blendv_ps(q.a, p.a, _mm256_cmp_ps(x.a, y.a, _CMP_LT_OQ)),
             _mm256_blendv_ps(q.b, p.b, _mm256_cmp_ps(x.b, y.b, _CMP_LT_OQ)))
@@ -178,6 +187,14 @@ inline I16 where_less(F16 x, F16 y, I16 p, I16 q) {
   F16 chosen = where_less(x, y, F16{_mm256_castsi256_ps(p.a), _mm256_castsi256_ps(p.b)},
                           F16{_mm256_castsi256_ps(q.a), _mm256_castsi256_ps(q.b)});
   JS_EACH_F(_mm256_castps_si256(chosen.a), _mm256_castps_si256(chosen.b))
+}
+inline __m256i min_where_equal_8(__m256 x, __m256 y, __m256i p, __m256i q) {
+  const __m256 least = _mm256_castsi256_ps(_mm256_min_epi32(p, q));
+  const __m256 equal = _mm256_cmp_ps(x, y, _CMP_EQ_OQ);
+  return _mm256_castps_si256(_mm256_blendv_ps(_mm256_castsi256_ps(p), least, equal));
+}
+inline I16 min_where_equal(F16 x, F16 y, I16 p, I16 q) {
+  JS_EACH_F(min_where_equal_8(x.a, y.a, p.a, q.a), min_where_equal_8(x.b, y.b, p.b, q.b))
 }
 inline F16 first(int n, F16 p, F16 q) {
   const F16 lane = {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7),
@@ -252,12 +269,11 @@ inline void store_bf16(bf16* p, F16 a) { _mm256_storeu_si256((__m256i*)p, round_
 
 inline float max_of(float a, float b) { return a > b ? a : b; }
 
-// e ** x to about 2e-7 of its value; 0 below -87, where float32 runs out of normal numbers.
+// e ** x to about 2e-7 of its value; 0 well below -87, where float32 runs out of normal numbers.
 // NaN gives NaN.  Polynomial for 2 ** t on [-1/2, 1/2] after taking the power of two apart.
 inline F16 exp(F16 x) {
-  const F16 least = all(-87.f);
-  F16 y = x * all(1.44269504089f);
-  F16 n = round(y), t = y - n;
+  const F16 y = max(all(-151.f), x * all(1.44269504089f));  // in this order NaN stays
+  const F16 n = round(y), t = y - n;
   F16 p = all(1.54035304e-4f);
   p = fma(p, t, all(1.33335581e-3f));
   p = fma(p, t, all(9.61812911e-3f));
@@ -265,9 +281,7 @@ inline F16 exp(F16 x) {
   p = fma(p, t, all(2.40226507e-1f));
   p = fma(p, t, all(6.93147181e-1f));
   p = fma(p, t, all(1.f));
-  n = where_less(x, least, all(-126.f), n);
-  n = where_less(all(127.f), n, all(127.f), n);
-  return where_less(x, least, zero_f(), p * power_of_two(n));
+  return scaled(p, n);
 }
 
 }  // namespace jaxserve

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
+import os
+import subprocess
+import sys
 from typing import Any
 
 import jax
@@ -161,6 +165,17 @@ def test_the_lowest_of_equal_outputs_is_taken(name: str) -> None:
 
 
 @each_set
+def test_the_lowest_of_equal_outputs_is_taken_whoever_computes_it(name: str) -> None:
+    """Workers take panels from both ends of a share, so that later columns may come first."""
+    kernels, signs = need(name), np.ones((1, 64), np.float32)
+    weight = np.zeros((3200, 64), jnp.bfloat16)
+    weight[[133, 700, 1650, 3199]] = 1
+    packed, gain = packing.pack(weight), np.ones(64, jnp.bfloat16)
+    call = jax.jit(lambda x: ops.norm_argmax(kernels, x, used(x), gain, 1e-5, packed, 3200)[0])
+    assert {int(call(signs)[0]) for _ in range(200)} == {133}
+
+
+@each_set
 @each_type
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_row_that_is_not_finite_says_so_and_harms_no_other(
@@ -201,8 +216,6 @@ def test_only_the_rows_in_use_are_computed(name: str, grouped: bool) -> None:
 
 def test_calls_of_several_threads_at_once() -> None:
     """Only one has the helpers; the others do their work alone."""
-    import concurrent.futures
-
     name = next((n for n in ALL if _available(n)), None)
     if name is None:
         pytest.skip("no CPU kernels here")
@@ -213,6 +226,17 @@ def test_calls_of_several_threads_at_once() -> None:
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda _: np.asarray(call(x, case.packed)), range(200)))
     assert all(np.array_equal(got, want) for got in results)
+
+
+def test_more_workers_than_cores() -> None:
+    """Their turns are then as uneven as they can be: shares are taken over, helpers come late."""
+    if not any(map(_available, ALL)):
+        pytest.skip("no CPU kernels here")
+    chosen = "lowest_of_equal or several_threads"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", __file__, "-k", chosen]
+    environment = {**os.environ, "PJRT_NPROC": "7"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def _available(name: str) -> bool:

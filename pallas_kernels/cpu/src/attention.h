@@ -9,6 +9,7 @@
 // (FlashAttention, arXiv:2205.14135).  Decode and chunk rows run the same code, in which a row
 // never meets another one, so neither neighbours nor chunk borders can change a bit of a result.
 #pragma once
+#include <cfloat>
 #include <cmath>
 #include <limits>
 
@@ -18,7 +19,7 @@ namespace jaxserve {
 
 constexpr int kBlock = 64;          // keys at once
 constexpr int kGroups = kBlock / kLanes;
-constexpr float kInfinity = std::numeric_limits<float>::infinity();
+constexpr float kInfinity = std::numeric_limits<float>::infinity(), kLog2E = 1.44269504089f;
 
 struct Pages {
   bf16* cells;
@@ -58,56 +59,66 @@ constexpr int kScoreRows = 6, kOutGroups = 4;   // 24 accumulators
 constexpr int kScoreRows = 1, kOutGroups = 4;
 #endif
 
-// scores [kRows, 64] = q [kRows, head_dim] times the block's keys.  The keys of `next` are brought
-// near meanwhile: pages lie anywhere, so no hardware would guess them.
-template <int kRows>
-void score(const bf16* q, const Block& block, const Block* next, int head_dim, int page_size,
-           float* out) {
-  F16 sums[kRows][kGroups];
+// The keys of `next` are brought near meanwhile: pages lie anywhere, so no hardware would guess them.
+struct Visit {
+  const Block& block;
+  const Block* next;
+  int head_dim, page_size;
+};
+
+// out [kRows, 64] = q [kRows, head_dim] times the block's keys.
+template <int kRows, int kWide>
+void score(const bf16* q, const Visit& visit, float* out) {
+  const int head_dim = visit.head_dim, page_size = visit.page_size;
+  F16 sums[kRows][kWide];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
-    for (int g = 0; g < kGroups; g++) sums[r][g] = zero_f();
+    for (int g = 0; g < kWide; g++) sums[r][g] = zero_f();
   for (int d = 0; d < head_dim; d += 2) {
-    Packed k[kGroups];
+    Packed k[kWide];
 #pragma GCC unroll 4
-    for (int g = 0; g < kGroups; g++) {
-      k[g] = load_packed(block.keys[g] + d * page_size);
-      if (next) _mm_prefetch((const char*)(next->keys[g] + d * page_size), _MM_HINT_T0);
+    for (int g = 0; g < kWide; g++) k[g] = load_packed(visit.block.keys[g] + d * page_size);
+    if (visit.next) {
+#pragma GCC unroll 4
+      for (int g = 0; g < kGroups; g++)
+        _mm_prefetch((const char*)(visit.next->keys[g] + d * page_size), _MM_HINT_T0);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; r++) {
       const Packed x = all_packed(q + r * head_dim + d);
 #pragma GCC unroll 4
-      for (int g = 0; g < kGroups; g++) sums[r][g] = dot(sums[r][g], x, k[g]);
+      for (int g = 0; g < kWide; g++) sums[r][g] = dot(sums[r][g], x, k[g]);
     }
   }
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
-    for (int g = 0; g < kGroups; g++) store(out + r * kBlock + g * kLanes, sums[r][g]);
+    for (int g = 0; g < kWide; g++) store(out + r * kBlock + g * kLanes, sums[r][g]);
 }
 
-// out [kRows, 16 * kWide of head_dim] += p [kRows, 64] times the block's values.  The upper element
-// of the last pair is no part of the sequence if the count is odd, and may be anything.
+// out [kRows, 16 * kWide of head_dim] = itself times `decay` + p [kRows, 64] times the block's
+// values.  The upper element of the last pair is no part of the sequence if the count is odd, and
+// may be anything.
 template <int kRows, int kWide>
-void gather_values(const bf16* p, const Block& block, const Block* next, int head_dim, int column,
-                   float* out) {
+void gather_values(const bf16* p, const float* decay, const Visit& visit, int column, float* out) {
+  const int head_dim = visit.head_dim, count = visit.block.count;
   F16 sums[kRows][kWide];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
-    for (int g = 0; g < kWide; g++) sums[r][g] = load(out + r * head_dim + column + g * kLanes);
-  const int pairs = block.count / 2;
+    for (int g = 0; g < kWide; g++)
+      sums[r][g] = load(out + r * head_dim + column + g * kLanes) * all(decay[r]);
   auto step = [&](int pair, bool half) {
     const long at = (pair % 8) * head_dim * 2 + column * 2;
     Packed v[kWide];
 #pragma GCC unroll 4
     for (int g = 0; g < kWide; g++) {
-      v[g] = load_packed(block.values[pair / 8] + at + g * kLanes * 2);
+      v[g] = load_packed(visit.block.values[pair / 8] + at + g * kLanes * 2);
       if (half) v[g] = low_half(v[g]);
-      if (next)
-        _mm_prefetch((const char*)(next->values[pair / 8] + at + g * kLanes * 2), _MM_HINT_T0);
+      if (visit.next)
+        _mm_prefetch((const char*)(visit.next->values[pair / 8] + at + g * kLanes * 2),
+                     _MM_HINT_T0);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRows; r++) {
@@ -116,8 +127,8 @@ void gather_values(const bf16* p, const Block& block, const Block* next, int hea
       for (int g = 0; g < kWide; g++) sums[r][g] = dot(sums[r][g], x, v[g]);
     }
   };
-  for (int pair = 0; pair < pairs; pair++) step(pair, false);
-  if (block.count % 2) step(pairs, true);
+  for (int pair = 0; pair < count / 2; pair++) step(pair, false);
+  if (count % 2) step(count / 2, true);
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r++)
 #pragma GCC unroll 4
@@ -130,69 +141,84 @@ inline F16 cap(F16 x, float bound) {  // bound * tanh(x / bound)
   return all(bound) * tanh;
 }
 
-struct RowState {
-  float most, total;  // running maximum of the logits, sum of their exponentials
-  int first, last;    // keys it sees: [first, last)
+struct alignas(64) RowState {
+  float total[kLanes];  // sums of the exponentials, lane by lane
+  float most;           // running maximum of the logits, which are to base 2
+  int first, last;      // keys it sees: [first, last)
+
+  bool sees_all(const Block& block) const {
+    return first <= block.start && last >= block.start + kBlock && block.count == kBlock;
+  }
 };
 
-// One row of one block: logits to weights.  Returns the factor for what was summed up before.
-inline float soften(const float* scores, int start, int count, const Softmax& softmax,
-                    RowState& state, bf16* weights) {
-  const F16 nothing = all(-kInfinity);
-  F16 logits[kGroups], most = nothing;
-  for (int g = 0; g < kGroups; g++) {
-    const int t = start + g * kLanes;
-    F16 x = load(scores + g * kLanes) * all(softmax.scale);
-    if (softmax.soft_cap > 0) x = cap(x, softmax.soft_cap);
-    const int end = std::min(state.last - t, count - g * kLanes), begin = state.first - t;
-    if (end < kLanes) x = first(std::max(end, 0), x, nothing);
-    if (begin > 0) x = first(std::min(begin, kLanes), nothing, x);
-    logits[g] = x;
-    most = max(x, most);
+// Scores of 16 keys to logits to base 2, those of keys that the row does not see to -infinity.
+inline F16 logits_of(F16 x, int t, int end, const Softmax& softmax, const RowState& state) {
+  if (softmax.soft_cap > 0) {
+    x = cap(x * all(softmax.scale), softmax.soft_cap) * all(kLog2E);
+  } else {
+    x = x * all(softmax.scale * kLog2E);
   }
-  const float before = state.most;
-  state.most = max_of(before, largest(most));
-  const float reference = state.most == -kInfinity ? 0.f : state.most;
-  F16 total = zero_f();
-  for (int g = 0; g < kGroups; g++) {
-    const F16 p = exp(logits[g] - all(reference));
-    total = total + p;
-    store_bf16(weights + g * kLanes, p);
-  }
-  float decay = 1.f;  // also of a row that has seen nothing yet: its sums are zeros
-  if (before != state.most && before != -kInfinity) {
-    alignas(64) float factor[kLanes];
-    store(factor, exp(all(before - reference)));
-    decay = factor[0];
-  }
-  state.total = state.total * decay + sum(total);
-  return decay;
+  end = std::min(state.last, end) - t;
+  const int begin = state.first - t;
+  if (end < kLanes) x = first(std::max(end, 0), x, all(-kInfinity));
+  if (begin > 0) x = first(std::min(begin, kLanes), all(-kInfinity), x);
+  return x;
 }
 
-template <int kRows>
-void attend_block(const bf16* q, const Block& block, const Block* next, int head_dim,
-                  int page_size, const Softmax& softmax, RowState* states, float* out) {
+// Some rows of one block with their running softmax.  Rows are independent and nothing branches on
+// their values, so that the processor works on several at a time.
+template <int kRows, int kWide>
+void attend_block(const bf16* q, const Visit& visit, const Softmax& softmax, RowState* states,
+                  float* out) {
   alignas(64) float scores[kRows * kBlock];
   alignas(64) bf16 weights[kRows * kBlock];
-  score<kRows>(q, block, next, head_dim, page_size, scores);
+  float decay[kRows];
+  const Block& block = visit.block;
+  score<kRows, kWide>(q, visit, scores);
+  bool plain = softmax.soft_cap == 0;
+  for (int r = 0; r < kRows; r++) plain &= states[r].sees_all(block);
+  const F16 scale = all(softmax.scale * kLog2E);
   for (int r = 0; r < kRows; r++) {
-    const float decay = soften(scores + r * kBlock, block.start, block.count, softmax, states[r],
-                               weights + r * kBlock);
-    if (decay == 1.f) continue;
-    float* row = out + r * head_dim;
-    for (int d = 0; d < head_dim; d += kLanes) store(row + d, load(row + d) * all(decay));
+    const float* row = scores + r * kBlock;
+    RowState& state = states[r];
+    F16 x[kWide];
+    if (plain) {
+#pragma GCC unroll 4
+      for (int g = 0; g < kWide; g++) x[g] = load(row + g * kLanes) * scale;
+    } else {
+#pragma GCC unroll 4
+      for (int g = 0; g < kWide; g++)
+        x[g] = logits_of(load(row + g * kLanes), block.start + g * kLanes,
+                         block.start + block.count, softmax, state);
+    }
+    F16 most = x[0];
+#pragma GCC unroll 4
+    for (int g = 1; g < kWide; g++) most = max(x[g], most);
+    // Finite even where nothing was seen yet, so that its difference to -infinity is -infinity.
+    most = max(all(-FLT_MAX), max(all(state.most), largest_everywhere(most)));
+    const F16 factor = exp2(all(state.most) - most);
+    store_first(&state.most, most);
+    store_first(decay + r, factor);
+    F16 total = load(state.total) * factor;
+#pragma GCC unroll 4
+    for (int g = 0; g < kWide; g++) {
+      const F16 p = exp2(x[g] - most);
+      total = total + p;
+      store_bf16(weights + r * kBlock + g * kLanes, p);
+    }
+    store(state.total, total);
   }
   int column = 0;
-  for (; column + kOutGroups * kLanes <= head_dim; column += kOutGroups * kLanes)
-    gather_values<kRows, kOutGroups>(weights, block, next, head_dim, column, out);
-  for (; column < head_dim; column += kLanes)
-    gather_values<kRows, 1>(weights, block, next, head_dim, column, out);
+  for (; column + kOutGroups * kLanes <= visit.head_dim; column += kOutGroups * kLanes)
+    gather_values<kRows, kOutGroups>(weights, decay, visit, column, out);
+  for (; column < visit.head_dim; column += kLanes)
+    gather_values<kRows, 1>(weights, decay, visit, column, out);
 }
 
 template <int kRows, class... Arguments>
 void attend_rows(int rows, const Arguments&... arguments) {
   if constexpr (kRows > 0) {
-    if (rows == kRows) return attend_block<kRows>(arguments...);
+    if (rows == kRows) return attend_block<kRows, kGroups>(arguments...);
     attend_rows<kRows - 1>(rows, arguments...);
   }
 }
@@ -230,9 +256,9 @@ inline void attend(const Query& query, const Pages& pages, const int* table, int
       for (int part = 0; part < parts; part++) {
         const int first = rows * part / parts, count = rows * (part + 1) / parts - first;
         attend_rows<kScoreRows>(count, query.q + head * query.head_stride + first * head_dim,
-                                block, part == 0 && more ? &next : nullptr, head_dim,
-                                pages.page_size, softmax, states + at + first,
-                                out + (at + first) * head_dim);
+                                Visit{block, part == 0 && more ? &next : nullptr, head_dim,
+                                      pages.page_size},
+                                softmax, states + at + first, out + (at + first) * head_dim);
       }
       block = next;
     }

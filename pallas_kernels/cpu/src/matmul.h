@@ -44,6 +44,12 @@ struct Rows {
   const uint8_t* data = nullptr;
   long stride = 0;                    // bytes
   int count = 0;
+  int first = 0;                      // of the rows that these are some of
+
+  Rows part(int part, int parts) const {
+    const int begin = int(long(count) * part / parts), end = int(long(count) * (part + 1) / parts);
+    return {data + begin * stride, stride, end - begin, begin};
+  }
 };
 
 #if defined(__AVX512F__)
@@ -254,20 +260,27 @@ struct PanelValues {
   }
 };
 
+constexpr long kBlockBytes = 256 << 10;  // of rows that stay in L2 while panels pass
+
 // Calls finish(values, worker) for some rows of a panel at a time.
 template <class Finish>
 void product(xla::ffi::ThreadPool& pool, const Rows& rows, const Weights& weights,
              const Finish& finish) {
+  const int blocks = int((rows.count * rows.stride + kBlockBytes - 1) / kBlockBytes);
   Team::instance().runs(pool, weights.panels(), [&](int begin, int end, int worker) {
     float* sums = scratch<float, 1>(size_t(rows.count) * kPanel);
-    for (int p = begin; p < end; p++) {
-      const auto finish_rows = [&](int first, int last, const float* values) {
-        finish(PanelValues{p, first, last, values}, worker);
-      };
-      if (weights.grouped) {
-        grouped_product(rows, weights.panel(p), weights.steps, sums, finish_rows);
-      } else {
-        panel_product(rows, weights.panel(p), weights.steps, sums, finish_rows);
+    for (int block = 0; block < blocks; block++) {
+      const Rows some = rows.part(block, blocks);
+      for (int p = begin; p < end; p++) {
+        const auto finish_rows = [&](int first, int last, const float* values) {
+          const int base = some.first;
+          finish(PanelValues{p, base + first, base + last, values}, worker);
+        };
+        if (weights.grouped) {
+          grouped_product(some, weights.panel(p), weights.steps, sums, finish_rows);
+        } else {
+          panel_product(some, weights.panel(p), weights.steps, sums, finish_rows);
+        }
       }
     }
     panels_done();

@@ -229,10 +229,10 @@ struct Work {
     for (int i = 0; i < item.heads * count; i++) {
       const int position = item.first_position + i % count / group;
       const int first = softmax.window ? std::max(0, position - softmax.window + 1) : 0;
-      states[i] = {-kInfinity, 0.f, first, position + 1};
+      states[i] = {{}, -kInfinity, first, position + 1};
       if (sinks) {
-        states[i].most = sinks[(item.first_head + i / count) * group + i % group];
-        states[i].total = 1.f;
+        states[i].most = sinks[(item.first_head + i / count) * group + i % group] * kLog2E;
+        states[i].total[0] = 1.f;
       }
     }
     const Query query{q + long(item.first_row) * group * head_dim, long(rows) * group * head_dim,
@@ -242,7 +242,7 @@ struct Work {
     for (int i = 0; i < item.heads * count; i++) {
       const long row = item.first_row + i % count / group, head = item.first_head + i / count;
       bf16* to = out + ((row * pages.kv_heads + head) * group + i % group) * head_dim;
-      const F16 share = all(1.f / states[i].total);
+      const F16 share = all(1.f / sum(load(states[i].total)));
       for (int d = 0; d < head_dim; d += kLanes)
         store_bf16(to + d, load(sums + i * head_dim + d) * share);
     }
@@ -277,8 +277,13 @@ void add_decodes(const int32_t* lens, int seqs, int heads, int threads, std::vec
       items.push_back({s, h, together, s, 1, lens[s] - 1});
 }
 
-void run_items(ffi::ThreadPool& pool, const Work& work, const std::vector<Item>& items) {
-  Team::instance().each(pool, int(items.size()), [&](int i) { work.run(items[i]); });
+template <class Before>
+void run_items(ffi::ThreadPool& pool, const Work& work, const std::vector<Item>& items,
+               const Before& before) {
+  Team::instance().each(pool, int(items.size()), [&](int i) {
+    before(items[i]);
+    work.run(items[i]);
+  });
 }
 
 Softmax softmax_of(float scale, float soft_cap, int32_t window) {
@@ -305,7 +310,7 @@ ffi::Error Attention(ffi::ThreadPool pool, Buffer q, Buffer cells, Buffer tables
   run_items(pool,
             {pages, data<const int32_t>(tables), dim(tables, 1), by_head, data<bf16>(out), logits,
              rows, group, softmax_of(scale, soft_cap, window)},
-            items);
+            items, [](const Item&) {});
   return ffi::Error::Success();
 }
 
@@ -337,13 +342,15 @@ ffi::Error RotateWriteAttend(ffi::ThreadPool pool, Buffer qkv, Buffer used, Buff
   bf16* attended = data<bf16>(out);
   const int32_t* slot = data<const int32_t>(slots);
 
-  auto prepare_row = [&](int r) {
+  auto clear_row = [&](int r) {
+    const size_t size = size_t(pages.kv_heads) * group * head_dim;
+    memset(attended + r * size, 0, size * sizeof(bf16));
+  };
+  auto prepare_row = [&](int r, int first_head, int heads) {
     const float* cosine = data<const float>(cos) + long(r) * half;
     const float* sine = data<const float>(sin) + long(r) * half;
     float* rotated = scratch<float, 9>(head_dim);
-    memset(attended + long(r) * pages.kv_heads * group * head_dim, 0,
-           sizeof(bf16) * pages.kv_heads * group * head_dim);
-    for (int h = 0; h < pages.kv_heads; h++) {
+    for (int h = first_head; h < first_head + heads; h++) {
       const float* x = data<const float>(qkv) + (long(r) * pages.kv_heads + h) * parts * head_dim;
       for (int g = 0; g < group; g++) {
         rotate(x + g * head_dim, cosine, sine, head_dim, rotated);
@@ -355,15 +362,23 @@ ffi::Error RotateWriteAttend(ffi::ThreadPool pool, Buffer qkv, Buffer used, Buff
       write_cell(pages, slot[r], h, rotated, x + (group + 1) * head_dim);
     }
   };
-  const int count = used_rows(qkv, used);
-  const int row_parts = count < 4 ? 1 : std::min<int>(count, int(pool.num_threads()) * 4);
-  Team::instance().each(pool, row_parts, [&](int part) {
-    const int end = int(long(count) * (part + 1) / row_parts);
-    for (int r = int(long(count) * part / row_parts); r < end; r++) prepare_row(r);
+
+  // Chunk rows see one another's keys, so all are written before any attends.  A decode row sees
+  // no other's: whoever attends it writes it first, and its page is read once.
+  const int32_t* lens = data<const int32_t>(decode_lens);
+  const int count = used_rows(qkv, used), decode_rows = std::min(seqs, count);
+  for (int r = 0; r < decode_rows; r++)
+    if (lens[r] <= 0) clear_row(r);
+  const int chunk_rows = count - decode_rows, row_parts = Team::workers(pool) * 4;
+  Team::instance().each(pool, chunk_rows > 0 ? row_parts : 0, [&](int part) {
+    const int end = int(long(chunk_rows) * (part + 1) / row_parts);
+    for (int r = int(long(chunk_rows) * part / row_parts); r < end; r++) {
+      clear_row(seqs + r);
+      prepare_row(seqs + r, 0, pages.kv_heads);
+    }
   });
 
   std::vector<Item> items;
-  const int32_t* lens = data<const int32_t>(decode_lens);
   if (rows > seqs)
     add_chunks(data<const int32_t>(chunk_lens), data<const int32_t>(chunk_cu), seqs, seqs, rows,
               group, pages.kv_heads, items);
@@ -372,7 +387,9 @@ ffi::Error RotateWriteAttend(ffi::ThreadPool pool, Buffer qkv, Buffer used, Buff
   run_items(pool,
             {pages, data<const int32_t>(tables), dim(tables, 1), q, attended, logits, rows, group,
              softmax_of(scale, soft_cap, window)},
-            items);
+            items, [&](const Item& item) {
+              if (item.first_row < seqs) prepare_row(item.first_row, item.first_head, item.heads);
+            });
   return ffi::Error::Success();
 }
 

@@ -45,7 +45,14 @@ inline F16 fma(F16 a, F16 b, F16 c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
 inline F16 max(F16 a, F16 b) { return {_mm512_max_ps(a.v, b.v)}; }
 inline F16 round(F16 a) { return {_mm512_roundscale_ps(a.v, 8)}; }
 inline float sum(F16 a) { return _mm512_reduce_add_ps(a.v); }
-inline float largest(F16 a) { return _mm512_reduce_max_ps(a.v); }
+// The largest lane, in every lane.
+inline F16 largest_everywhere(F16 a) {
+  __m512 m = _mm512_max_ps(a.v, _mm512_shuffle_f32x4(a.v, a.v, _MM_SHUFFLE(1, 0, 3, 2)));
+  m = _mm512_max_ps(m, _mm512_shuffle_f32x4(m, m, _MM_SHUFFLE(2, 3, 0, 1)));
+  m = _mm512_max_ps(m, _mm512_permute_ps(m, _MM_SHUFFLE(1, 0, 3, 2)));
+  return {_mm512_max_ps(m, _mm512_permute_ps(m, _MM_SHUFFLE(2, 3, 0, 1)))};
+}
+inline void store_first(float* p, F16 a) { *p = _mm512_cvtss_f32(a.v); }
 // a * 2 ** n of integral n.
 inline F16 scaled(F16 a, F16 n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 // a where x < y, else b.
@@ -163,12 +170,14 @@ inline float sum(F16 x) {
   q = _mm_add_ps(q, _mm_movehl_ps(q, q));
   return _mm_cvtss_f32(_mm_add_ss(q, _mm_shuffle_ps(q, q, 1)));
 }
-inline float largest(F16 x) {
-  __m256 s = _mm256_max_ps(x.a, x.b);
-  __m128 q = _mm_max_ps(_mm256_castps256_ps128(s), _mm256_extractf128_ps(s, 1));
-  q = _mm_max_ps(q, _mm_movehl_ps(q, q));
-  return _mm_cvtss_f32(_mm_max_ss(q, _mm_shuffle_ps(q, q, 1)));
+inline F16 largest_everywhere(F16 x) {
+  __m256 m = _mm256_max_ps(x.a, x.b);
+  m = _mm256_max_ps(m, _mm256_permute2f128_ps(m, m, 1));
+  m = _mm256_max_ps(m, _mm256_permute_ps(m, _MM_SHUFFLE(1, 0, 3, 2)));
+  m = _mm256_max_ps(m, _mm256_permute_ps(m, _MM_SHUFFLE(2, 3, 0, 1)));
+  JS_EACH_F(m, m)
 }
+inline void store_first(float* p, F16 x) { *p = _mm256_cvtss_f32(x.a); }
 inline __m256 power_of_two_8(__m256 n) {
   __m256i e = _mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127));
   return _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
@@ -267,12 +276,10 @@ inline F16 dot(F16 c, Packed x, Packed y) {
 
 inline void store_bf16(bf16* p, F16 a) { _mm256_storeu_si256((__m256i*)p, round_bf16(a)); }
 
-inline float max_of(float a, float b) { return a > b ? a : b; }
-
-// e ** x to about 2e-7 of its value; 0 well below -87, where float32 runs out of normal numbers.
-// NaN gives NaN.  Polynomial for 2 ** t on [-1/2, 1/2] after taking the power of two apart.
-inline F16 exp(F16 x) {
-  const F16 y = max(all(-151.f), x * all(1.44269504089f));  // in this order NaN stays
+// 2 ** x to about 2e-7 of its value; 0 well below -126, where float32 runs out of normal numbers.
+// NaN gives NaN.  Polynomial on [-1/2, 1/2] after taking the integral power apart.
+inline F16 exp2(F16 x) {
+  const F16 y = max(all(-151.f), x);  // in this order NaN stays
   const F16 n = round(y), t = y - n;
   F16 p = all(1.54035304e-4f);
   p = fma(p, t, all(1.33335581e-3f));
@@ -283,5 +290,6 @@ inline F16 exp(F16 x) {
   p = fma(p, t, all(1.f));
   return scaled(p, n);
 }
+inline F16 exp(F16 x) { return exp2(x * all(1.44269504089f)); }
 
 }  // namespace jaxserve

@@ -49,6 +49,8 @@ def decode(llm: LLM, slots: int, folder: str) -> tuple[float, int]:
         llm.engine.scheduler.num_waiting
     ):
         llm.engine.step()
+    for _ in range(2):
+        llm.engine.step()  # the last one with prompt tokens may still be in flight
     llm.engine.reset_stats()
     with jax.profiler.trace(folder):
         start = time.perf_counter()

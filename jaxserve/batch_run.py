@@ -161,6 +161,7 @@ class _Run:
                     request_id=f"batch-{line.number}-{index}",
                     prompt=prompt.text,
                     priority=parsed.request.priority or 0,
+                    key=parsed.request.user or "",
                 )
                 active.request_ids.append(request_id)
         except Exception as error:  # a chat template may raise anything

@@ -16,6 +16,8 @@ DTYPES = ("auto", "bfloat16", "float32", "float16")
 LOAD_FORMATS = ("auto", "gguf", "hf", "orbax", "dummy")
 DEVICES = ("auto", "cpu", "gpu", "tpu")
 SCHEDULING_POLICIES = ("fcfs", "priority")
+BATCHINGS = ("continuous", "static", "dynamic")
+PREEMPTIONS = ("recompute", "swap", "auto")
 KV_CACHE_DTYPES = ("auto", "bfloat16", "int8", "fp8")
 ATTENTION_BACKENDS = (
     "auto",
@@ -89,6 +91,45 @@ class EngineConfig:
     scheduling_policy: str = _option(
         "fcfs", "Order of admission: first come, or by priority first.", SCHEDULING_POLICIES
     )
+    priority_ageing_s: float | None = _option(
+        None,
+        "Seconds of waiting that count as one level of priority, under the policy priority; "
+        "never if absent.",
+    )
+    fair_share: bool = _option(
+        False,
+        "Next is the key (user or tenant) that was served least; the policy orders its requests.",
+    )
+    batching: str = _option(
+        "continuous",
+        "When requests join: as soon as there is room, when the whole batch before has ended, or "
+        "so, but after waiting for company.",
+        BATCHINGS,
+    )
+    dynamic_window_ms: float = _option(
+        50.0, "How long a dynamic batch is collected, unless it is full before."
+    )
+    mixed: bool = _option(
+        True, "Prefill and decode in one step; if not, decodes wait while prefills pend."
+    )
+    max_prefill_tokens: int | None = _option(
+        None, "Most prompt tokens of a step; what the token budget and the buckets hold if absent."
+    )
+    target_ttft_ms: float | None = _option(
+        None, "Bound on the time to the first token: dispatches keep it, goodput counts it."
+    )
+    target_tpot_ms: float | None = _option(
+        None, "Bound on the time per output token: batch and chunks keep it, goodput counts it."
+    )
+    preemption: str = _option(
+        "recompute",
+        "What becomes of the pages of a sequence that must yield: computed anew, kept on the host, "
+        "or what is estimated to cost less.",
+        PREEMPTIONS,
+    )
+    swap_space_gib: float = _option(
+        1.0, "Host memory for the pages of sequences that had to yield; unused with recompute."
+    )
     async_scheduling: bool = _option(True, "Schedule step n+1 while step n runs on the device.")
     multi_step: int | None = _option(
         None,
@@ -141,6 +182,19 @@ class EngineConfig:
                 raise ValueError(f"{name}={value!r} must be an integer of at least {least}")
         if not 0 < self.memory_utilization <= 1:
             raise ValueError(f"memory_utilization={self.memory_utilization} must be in (0, 1]")
+        if not 0 < self.swap_space_gib < float("inf"):
+            raise ValueError(f"swap_space_gib={self.swap_space_gib} must be above 0")
+        for name in ("priority_ageing_s", "target_ttft_ms", "target_tpot_ms"):
+            value = getattr(self, name)
+            if value is not None and not 0 < value < float("inf"):
+                raise ValueError(f"{name}={value} must be above 0; leave it out for none")
+        if not 0 <= self.dynamic_window_ms < float("inf"):
+            raise ValueError(f"dynamic_window_ms={self.dynamic_window_ms} must be at least 0")
+        if self.priority_ageing_s is not None and self.scheduling_policy != "priority":
+            raise ValueError(
+                f"priority_ageing_s={self.priority_ageing_s} needs scheduling_policy=priority, not "
+                f"{self.scheduling_policy}"
+            )
         if self.max_num_batched_tokens <= self.max_num_seqs:
             raise ValueError(
                 f"max_num_batched_tokens={self.max_num_batched_tokens} must exceed "
@@ -187,6 +241,7 @@ _LEAST = {
     "block_size": 1,
     "num_kv_blocks": 2,
     "max_logprobs": 0,
+    "max_prefill_tokens": 1,
     "multi_step": 1,
     "tensor_parallel_size": 1,
     "seed": 0,

@@ -29,11 +29,16 @@ from jaxserve.request import Request, Sample, delta, finish_sample, logprob_entr
 from jaxserve.runner import Runner, Ticket
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.shapes import StepShape
-from jaxserve.stats import WAIT, EngineStats, StepMeter
+from jaxserve.stats import WAIT, EngineStats, LatencyTargets, StepMeter, Stopwatch
 from jaxserve.stop_strings import StopStrings
 from jaxserve.tokenizer import Tokenizer
 from scheduler import FinishReason, ScheduledTokens, Scheduler, Sequence, StepPlan
+from scheduler.step_time import FittedCost, StepWork
 
+LONGEST_REST_S = 0.005
+"""Longest sleep of one turn of the loop, so that its caller can submit or abort in between."""
+_GOOD = (FinishReason.STOP, FinishReason.LENGTH)
+"""Reasons of an end that a latency bound can be met with."""
 NOT_FINITE = "the model's logits were not finite (NaN or infinity); this request was ended"
 
 
@@ -59,6 +64,8 @@ class Engine:
         end_ids: frozenset[int],
         seed: int,
         asynchronous: bool,
+        step_cost: FittedCost | None = None,
+        targets: LatencyTargets | None = None,
     ) -> None:
         """Take over a ready runner.
 
@@ -69,6 +76,8 @@ class Engine:
             end_ids: tokens that end a sequence unless it ignores them.
             seed: where requests without a seed draw theirs from.
             asynchronous: dispatch a step before the results of the one before are read.
+            step_cost: learns how long the dispatches take, if there.
+            targets: bounds that a request must meet to be counted as good.
         """
         self.scheduler = scheduler
         self.runner = runner
@@ -82,6 +91,9 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._samples: dict[Sequence, Sample] = {}
         self._fresh_ids = (f"request-{n}" for n in itertools.count(1))
+        self.step_cost = step_cost
+        self._targets = targets
+        self._stopwatch = Stopwatch()
         self._meter = StepMeter(runner.spec.sizes.num_slots)
         self._base = replace(scheduler.stats)
         self.compilations = CompileCounter()
@@ -99,8 +111,17 @@ class Engine:
         request_id: str | None = None,
         prompt: str | None = None,
         priority: int = 0,
+        key: str = "",
     ) -> str:
         """Queue a request and return its id.
+
+        Args:
+            prompt_token_ids: at least one.
+            params: how to sample, and when to end.
+            request_id: its name from now on; a fresh one if absent.
+            prompt: the text, to be given back with the output.
+            priority: lower first, under the policy "priority".
+            key: whose it is, such as a user or tenant, for the fair share.
 
         Raises:
             ValueError: the prompt or a parameter is out of range, the request can never fit, or
@@ -123,7 +144,7 @@ class Engine:
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(ids),
         )
         for index in range(params.n):
-            self._add_sample(request, index, priority)
+            self._add_sample(request, index, priority, key)
         self._requests[request_id] = request
         self._meter.prompt_tokens += len(ids)
         return request_id
@@ -139,8 +160,11 @@ class Engine:
         self._meter.begin()
         plan = self.scheduler.schedule()
         self._meter.mark("schedule")
+        self._copy_pages(plan)
         if plan:
             self._flights.append(self._run(plan))
+        elif not self._flights:
+            self._rest()
         return self._update(keep=self._depth if plan else 0)
 
     def output(self, request_id: str) -> RequestOutput:
@@ -188,6 +212,7 @@ class Engine:
             padded_share=meter.padded_share,
             discarded_tokens=now.discarded_tokens - base.discarded_tokens,
             preemptions=now.num_preemptions - base.num_preemptions,
+            swaps=now.num_swaps - base.num_swaps,
             prefix_query_tokens=now.prefix_query_tokens - base.prefix_query_tokens,
             prefix_hit_tokens=now.prefix_hit_tokens - base.prefix_hit_tokens,
             compilations_after_ready=self.compilations.count,
@@ -195,6 +220,8 @@ class Engine:
             host_s_by_phase=meter.host_s_by_phase,
             step_s=meter.busy_s / steps if steps else None,
             steps_by_shape=dict(meter.by_shape),
+            num_in_bounds=None if self._targets is None else meter.num_in_bounds,
+            elapsed_s=meter.elapsed_s,
         )
 
     def reset_stats(self) -> None:
@@ -249,7 +276,7 @@ class Engine:
                 raise ValueError(f"prompt token {token} is outside the vocabulary of {vocab}")
         return [int(token) for token in ids]
 
-    def _add_sample(self, request: Request, index: int, priority: int) -> None:
+    def _add_sample(self, request: Request, index: int, priority: int, key: str) -> None:
         params = request.params
         limit = self.scheduler.config.max_model_len
         seq = Sequence(
@@ -259,6 +286,7 @@ class Engine:
             stop_ids=request.end_ids,
             min_tokens=params.min_tokens,
             priority=priority,
+            key=key,
             reads_prefix_cache=params.prompt_logprobs is None or index > 0,
         )
         self.scheduler.add(seq)
@@ -277,6 +305,18 @@ class Engine:
             raise ValueError(f"no request {request_id!r}: never submitted, or taken already")
         return self._requests[request_id]
 
+    def _rest(self) -> None:
+        """Nothing runs: let some of the time pass for which a batch is collected, if one is."""
+        time.sleep(min(self.scheduler.wait_s, LONGEST_REST_S))
+        self._meter.mark(WAIT)
+
+    def _copy_pages(self, plan: StepPlan) -> None:
+        """Move preempted sequences' pages; a plan that computes nothing may ask for that too."""
+        for copy in plan.swapped_out:
+            self.runner.swap_out(copy)
+        for copy in plan.swapped_in:
+            self.runner.swap_in(copy)
+
     def _run(self, plan: StepPlan) -> _Flight:
         for seq in plan.admitted:
             self._admit(seq)
@@ -285,6 +325,7 @@ class Engine:
         packed = pack_batch(plan, self._layouts[shape])
         self._meter.mark("pack")
         ticket = self.runner.run(packed, shape)
+        self._stopwatch.start()
         prompt_report = self._score_prompts(plan, ticket, shape)
         self._meter.mark("dispatch")
         return _Flight(plan, shape, ticket, prompt_report)
@@ -334,17 +375,21 @@ class Engine:
         while len(self._flights) > keep:
             flight = self._flights.popleft()
             report = self.runner.read(flight.ticket)
+            seconds = self._stopwatch.stop()
             prompts = self._read_prompts(flight)
             self._meter.mark(WAIT)
             if prompts is not None:
                 deltas += self._record_prompts(flight.plan, prompts)
-            deltas += self._record(flight, report)
+            deltas += self._record(flight, report, seconds)
             self._meter.mark("output")
         return deltas
 
-    def _record(self, flight: _Flight, report: StepOutput) -> list[Delta]:
+    def _record(self, flight: _Flight, report: StepOutput, seconds: float) -> list[Delta]:
         plan = flight.plan
         num_steps, tokens, failed = report.rows(len(plan.entries))
+        if self.step_cost is not None and num_steps > 0 and seconds > 0:
+            work = replace(StepWork.of(plan), num_steps=num_steps)
+            self.step_cost.record(work, seconds)
         update = self.scheduler.update(plan, tokens, failed)
         self._meter.mark("update")
         self._meter.count(plan, flight.shape, num_steps, tokens)
@@ -401,6 +446,8 @@ class Engine:
         del self._samples[sample.seq]
         if sample.request.finished:
             sample.request.stamp_end(time.monotonic())
+            if self._targets is not None and reason in _GOOD:
+                self._meter.num_in_bounds += self._targets.are_met(sample.request.metrics)
         return text
 
     def _read_prompts(self, flight: _Flight) -> StepOutput | None:

@@ -71,6 +71,7 @@ class LLM:
         *,
         use_tqdm: bool = False,
         priority: Seq[int] | None = None,
+        keys: Seq[str] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, all at once; results in the order of the prompts.
 
@@ -79,12 +80,13 @@ class LLM:
             sampling_params: one for all, or one each; the defaults if absent.
             use_tqdm: show a progress bar.
             priority: one number each, lower first, for the "priority" policy.
+            keys: one user or tenant each, for the fair share.
 
         Raises:
             ValueError: a prompt or parameter is out of range; nothing has been generated then.
         """
         encoded = [self._encode(prompt) for prompt in _as_list(prompts)]
-        return self._run(encoded, sampling_params, use_tqdm, priority)
+        return self._run(encoded, sampling_params, use_tqdm, priority, keys)
 
     def chat(
         self,
@@ -200,13 +202,16 @@ class LLM:
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
         use_tqdm: bool,
         priority: Seq[int] | None,
+        keys: Seq[str] | None = None,
     ) -> list[RequestOutput]:
         params = _each(sampling_params or SamplingParams(), len(encoded), "sampling_params")
         priorities = _each(0 if priority is None else priority, len(encoded), "priority")
+        owners = _each([""] * len(encoded) if keys is None else keys, len(encoded), "keys")
+        asked = zip(encoded, params, priorities, owners, strict=True)
         ids: list[str] = []
         try:
-            for (text, tokens), chosen, rank in zip(encoded, params, priorities, strict=True):
-                ids.append(self.engine.submit(tokens, chosen, prompt=text, priority=rank))
+            for (text, tokens), chosen, rank, key in asked:
+                ids.append(self.engine.submit(tokens, chosen, prompt=text, priority=rank, key=key))
             self._drain(ids, use_tqdm)
         except BaseException:
             self._abandon(ids)

@@ -4,9 +4,9 @@ Knows names, types and defaults of `/v1/completions` and `/v1/chat/completions`,
 for what OpenAI lacks.  Does not know HTTP, batch files, the engine, or responses
 (`protocol_response.py`).
 
-Unknown fields are ignored, as clients send many that change no answer (`user`, `metadata`,
-`store`...).  Known fields that would change the answer and are not supported are refused.
-A JSON null is the same as an absent field.
+Unknown fields are ignored, as clients send many that change no answer (`metadata`, `store`...).
+Known fields that would change the answer and are not supported are refused.  A JSON null is the
+same as an absent field.  `user` says whose the request is, for the fair share.
 """
 
 from __future__ import annotations
@@ -88,6 +88,7 @@ class _Request(msgspec.Struct, kw_only=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     priority: int | None = None
+    user: str | None = None
 
     def _params(self, **fields: Any) -> SamplingParams:
         """Build the parameters from the shared fields and the endpoint's own."""

@@ -29,8 +29,10 @@ from jaxserve.report import StepOutput, unpack_report
 from jaxserve.shapes import ShapeSet, StepShape
 from jaxserve.spec import TENSOR_AXIS, Cache, StepSpec
 from jaxserve.step import build_step, prompt_logprobs
+from jaxserve.swap import NO_SWAP, HostPages, Pages, SwapSizes, groups, put, take
 from jaxserve.weights import CANONICAL, WeightLayout, canonical, serve
-from pallas_kernels import KVPages
+from pallas_kernels import NULL_PAGE, KVPages
+from scheduler import PageCopy
 
 Loading = Future[Compiled]
 """An executable that may still be on its way from the disk."""
@@ -57,6 +59,7 @@ class Runner:
         num_pages: int,
         store: ExecutableStore,
         weights: WeightLayout = CANONICAL,
+        swap: SwapSizes = NO_SWAP,
     ) -> None:
         """Load or compile every executable, then allocate cache and carry.
 
@@ -68,6 +71,7 @@ class Runner:
             num_pages: pages of each layer's cache, the null page included.
             store: where executables are kept.
             weights: the layout in which weights are served.
+            swap: host memory for pages.
         """
         self.spec = spec
         self.shapes = shapes
@@ -78,7 +82,14 @@ class Runner:
         self._params = params
         self._weights = weights
         self._store = store
-        self._steps, self._prompt_logprobs, self._set_slot = self._start()
+        self._swap = swap
+        self._num_runs = self._num_read = 0
+        self._host_pages = HostPages(swap.num_pages, self._abstract_group())
+        loading = self._start()
+        self._steps = {shape: loading[_step_name(shape)] for shape in shapes.all()}
+        self._prompt_logprobs = {chunk: loading[_score_name(chunk)] for chunk in shapes.chunks}
+        self._set_slot = loading["set-slot"]
+        self._take_pages, self._put_pages = loading.get("take-pages"), loading.get("put-pages")
         self._cache: Cache = tuple(
             jax.tree.map(lambda x: zeros(x.shape, x.dtype, x.sharding), self._abstract_pages())
             for _ in range(spec.model.num_layers)
@@ -100,6 +111,10 @@ class Runner:
                 nothing = np.zeros(shape.chunk, np.int32)
                 self.read_prompt_logprobs(self.prompt_logprobs(ticket, nothing, shape))
             self.read(ticket)
+        if self._swap.num_pages > 0:
+            padding = PageCopy((NULL_PAGE,), (0,))
+            self.swap_out(padding)
+            self.swap_in(padding)
 
     def close(self) -> None:
         """Stop loading executables that have not been needed."""
@@ -109,6 +124,20 @@ class Runner:
         """Replace one slot's state; see `SlotPacker.pack`."""
         self._carry = self._set_slot.result()(self._carry, packed)
 
+    def swap_out(self, copy: PageCopy) -> None:
+        """Start to copy pages to the host; they may be written again by what is called next."""
+        assert self._take_pages is not None
+        for group in groups(copy, self._swap.group):
+            content = self._take_pages.result()(self._cache, group.numbers)
+            self._host_pages.receive(content, group.host_pages, self._num_runs)
+
+    def swap_in(self, copy: PageCopy) -> None:
+        """Copy pages back that `swap_out` has copied to the host."""
+        assert self._put_pages is not None
+        for group in groups(copy, self._swap.group):
+            content = self._host_pages.content(group.host_pages, self._swap.group)
+            self._cache = self._put_pages.result()(self._cache, group.numbers, content)
+
     def run(self, packed: npt.NDArray[np.int32], shape: StepShape) -> Ticket:
         """Start a step of the given shape and return at once.
 
@@ -117,11 +146,15 @@ class Runner:
         step = self._steps[shape].result()
         self._cache, self._carry, out, hidden = step(self._params, self._cache, self._carry, packed)
         out.copy_to_host_async()
+        self._num_runs += 1
         return Ticket(out, hidden)
 
     def read(self, ticket: Ticket) -> StepOutput:
         """Wait for a step's report: the one device-to-host read of the step path."""
-        return unpack_report(np.asarray(ticket.out), self.spec.num_top)
+        report = unpack_report(np.asarray(ticket.out), self.spec.num_top)
+        self._host_pages.settle(self._num_read)
+        self._num_read += 1
+        return report
 
     def prompt_logprobs(
         self, ticket: Ticket, targets: npt.NDArray[np.int32], shape: StepShape
@@ -168,6 +201,11 @@ class Runner:
         )
 
     @property
+    def num_host_pages(self) -> int:
+        """Pages of the swap space."""
+        return self._swap.num_pages
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         """Type of the canonical weights and of the model's activations."""
         dtype: np.dtype[Any] = np.dtype(self._params["embed"].dtype)
@@ -188,21 +226,16 @@ class Runner:
             "slot_state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self._carry)),
         }
 
-    def _start(
-        self,
-    ) -> tuple[dict[StepShape, Loading], dict[int, Loading], Loading]:
+    def _start(self) -> dict[str, Loading]:
+        """Every executable by name."""
         steps = {shape: self._step_program(shape) for shape in self.shapes.all()}
-        scores = {chunk: self._score_program(chunk) for chunk in self.shapes.chunks}
-        slot = self._slot_program()
+        scores = [self._score_program(chunk) for chunk in self.shapes.chunks]
+        copies = self._copy_programs() if self._swap.num_pages > 0 else []
         # What a first request needs comes first.
-        first = [slot, steps[self.shapes.choose(1, 1)], steps[self.shapes.choose(1, 0)]]
-        others = [p for p in (*steps.values(), *scores.values()) if p not in first]
-        loading = self._store.start([*first, *others])
-        return (
-            {shape: loading[program.name] for shape, program in steps.items()},
-            {chunk: loading[program.name] for chunk, program in scores.items()},
-            loading[slot.name],
-        )
+        needed = steps[self.shapes.choose(1, 1)], steps[self.shapes.choose(1, 0)]
+        first = [self._slot_program(), *needed]
+        others = [p for p in (*steps.values(), *scores, *copies) if p not in first]
+        return self._store.start([*first, *others])
 
     def _step_program(self, shape: StepShape) -> Program:
         spec = self.spec
@@ -210,7 +243,7 @@ class Runner:
         cache = (self._abstract_pages(),) * spec.model.num_layers
         arguments = (_abstract_of(self._params), cache, self._abstract_carry(), packed)
         return self._program(
-            f"step-{shape}",
+            _step_name(shape),
             build_step(spec, shape, self.mesh),
             arguments,
             results=(cache, self._abstract_carry(), packed, packed),
@@ -227,7 +260,7 @@ class Runner:
         hidden = self._abstract((chunk, self.spec.model.hidden_size), jnp.float32)
         targets = self._abstract((chunk,), jnp.int32)
         return self._program(
-            f"prompt-logprobs-{chunk}",
+            _score_name(chunk),
             partial(prompt_logprobs, self.spec),
             (_abstract_of(self._params), hidden, targets),
             results=targets,
@@ -245,6 +278,24 @@ class Runner:
             placed=self._everywhere,
             donate=(0,),
         )
+
+    def _copy_programs(self) -> list[Program]:
+        layout, group = self.spec.layout, self._abstract_group()
+        cache = (self._abstract_pages(),) * self.spec.model.num_layers
+        numbers = self._abstract((self._swap.group,), jnp.int32)
+        placed = tuple(self._paged for _ in cache)
+        out = self._program(
+            "take-pages", partial(take, layout), (cache, numbers), results=group, placed=placed
+        )
+        back = self._program(
+            "put-pages",
+            partial(put, layout),
+            (cache, numbers, group),
+            results=cache,
+            placed=placed,
+            donate=(0,),
+        )
+        return [out, back]
 
     def _program(
         self,
@@ -274,9 +325,27 @@ class Runner:
         )
         return pages
 
+    def _abstract_group(self) -> Pages:
+        """Pages of each layer that travel together."""
+        pages: KVPages = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                (self._swap.group, *x.shape[1:]), x.dtype, sharding=x.sharding
+            ),
+            self._abstract_pages(),
+        )
+        return (pages,) * self.spec.model.num_layers
+
     def _abstract_carry(self) -> Carry:
         like = self.spec.sizes.abstract()
         return Carry(*(self._abstract(x.shape, x.dtype) for x in like))  # type: ignore[arg-type]
+
+
+def _step_name(shape: StepShape) -> str:
+    return f"step-{shape}"
+
+
+def _score_name(chunk: int) -> str:
+    return f"prompt-logprobs-{chunk}"
 
 
 def _named(path: tuple[Any, ...]) -> str:

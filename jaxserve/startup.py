@@ -6,6 +6,7 @@ Everything that is allocated or compiled is decided here, once, before the first
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,17 +33,20 @@ from jaxserve.loading import (
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.llama import Params
 from jaxserve.phases import Phases
+from jaxserve.policies import admission_policy, latency_targets, scheduling_limits, step_cost
 from jaxserve.progress import Progress
 from jaxserve.runner import Runner
 from jaxserve.served_weights import served_weights
 from jaxserve.shapes import ShapeSet, shape_set
 from jaxserve.spec import StepSpec
 from jaxserve.step import MULTI_STEP
+from jaxserve.swap import SwapSizes, page_cost_tokens, swap_sizes
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import CANONICAL, WeightLayout, load_cpu_kernels, weight_layout
 from pallas_kernels import Implementation, KVLayout
 from pallas_kernels.tuning import Sizes
-from scheduler import BlockPool, Scheduler, SchedulerConfig
+from scheduler import BlockPool, Scheduler, SchedulerConfig, SwapSpace
+from scheduler.step_time import StepCost
 
 log = logging.getLogger(__name__)
 
@@ -135,24 +139,29 @@ def assemble(
     shapes = shape_set(config, device.platform, any_rows=not weights.is_canonical)
     tuned = attention_sizes(config, model, implementation, layout, device)
     spec = _spec(config, model, implementation, layout, tuned)
+    swap = swap_sizes(config, spec)
     directory = Path(
         config.compilation_cache_dir or cache_directory(config.cache_dir) / "executables"
     )
     store = ExecutableStore(directory, repr((spec, shapes)), list(mesh.devices.flat))
     with phases("executables"):
-        runner = Runner(spec, shapes, mesh, params, config.num_kv_blocks, store, weights)
+        pages = config.num_kv_blocks
+        runner = Runner(spec, shapes, mesh, params, pages, store, weights, swap)
     with phases("warm_up"):
         if config.warm_up:
             runner.warm_up()
             trim()
     end_ids = frozenset(model.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
+    cost = step_cost(config, shapes)
     engine = Engine(
         runner,
-        _scheduler(config, shapes),
+        _scheduler(config, shapes, swap, page_cost_tokens(spec, device.platform), cost),
         tokenizer,
         end_ids=end_ids,
         seed=config.seed,
         asynchronous=config.async_scheduling,
+        step_cost=cost,
+        targets=latency_targets(config),
     )
     log.info("shapes: %s", ", ".join(map(str, shapes.all())))
     return engine, config
@@ -184,7 +193,13 @@ def _spec(
     )
 
 
-def _scheduler(config: EngineConfig, shapes: ShapeSet) -> Scheduler:
+def _scheduler(
+    config: EngineConfig,
+    shapes: ShapeSet,
+    swap: SwapSizes,
+    page_cost: float,
+    cost: StepCost | None,
+) -> Scheduler:
     assert config.max_model_len is not None
     assert config.num_kv_blocks is not None
     assert config.block_size is not None
@@ -192,14 +207,23 @@ def _scheduler(config: EngineConfig, shapes: ShapeSet) -> Scheduler:
     limits = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,
         token_budget=config.max_num_batched_tokens,
-        max_prefill_tokens=min(shapes.max_chunk, config.max_num_batched_tokens),
         max_model_len=config.max_model_len,
-        policy=config.scheduling_policy,  # type: ignore[arg-type]  # checked by EngineConfig
         enable_chunked_prefill=config.enable_chunked_prefill,
         enable_prefix_caching=config.enable_prefix_caching,
         multi_step=config.multi_step,
+        preemption=config.preemption,  # type: ignore[arg-type]  # checked by EngineConfig
+        page_cost_tokens=page_cost,
+        **scheduling_limits(config, shapes),
     )
-    return Scheduler(limits, BlockPool(config.num_kv_blocks, config.block_size))
+    pool = BlockPool(config.num_kv_blocks, config.block_size)
+    return Scheduler(
+        limits,
+        pool,
+        admission_policy(config),
+        SwapSpace(swap.num_pages),
+        clock=time.monotonic,
+        cost=cost,
+    )
 
 
 def _check_vocabulary(tokenizer: Tokenizer, model: ModelConfig, source: ModelSource) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jaxserve.outputs import RequestMetrics
 from jaxserve.shapes import StepShape
 from scheduler import StepPlan
 
@@ -28,6 +30,8 @@ class EngineStats:
     discarded_tokens: int
     """Tokens that were sampled after what ended their sequence."""
     preemptions: int
+    swaps: int
+    """Preemptions whose pages were kept on the host."""
     prefix_query_tokens: int
     prefix_hit_tokens: int
     compilations_after_ready: int
@@ -40,6 +44,59 @@ class EngineStats:
     step_s: float | None
     """Mean time from one step's report to the next."""
     steps_by_shape: dict[str, int]
+    num_in_bounds: int | None = None
+    """Requests that met the latency bounds; None without any."""
+    elapsed_s: float | None = None
+    """From the first turn of the loop to the last, the time between them included."""
+
+    @property
+    def goodput_per_s(self) -> float | None:
+        """Requests per second that met both bounds (DistServe, OSDI '24, arXiv:2401.09670)."""
+        if self.num_in_bounds is None or not self.elapsed_s:
+            return None
+        return self.num_in_bounds / self.elapsed_s
+
+
+@dataclass(frozen=True, slots=True)
+class LatencyTargets:
+    """Bounds that a request is to meet, in seconds; None for none."""
+
+    ttft_s: float | None
+    """To the first token, from its submission."""
+    tpot_s: float | None
+    """Mean time per output token after the first."""
+
+    def are_met(self, metrics: RequestMetrics) -> bool:
+        """Whether a finished request met both."""
+        return _within(metrics.ttft, self.ttft_s) and _within(metrics.tpot, self.tpot_s)
+
+
+def _within(value: float | None, bound: float | None) -> bool:
+    """What was not measured did not happen, and took no time."""
+    return value is None or bound is None or value <= bound
+
+
+class Stopwatch:
+    """How long the device takes for each dispatch, seen from the host.
+
+    The device runs one after the other, so one takes from its start, or from the end of the one
+    before if that is later, to its own end.  A host that reads late makes it look longer.
+    """
+
+    def __init__(self) -> None:
+        self._started: deque[float] = deque()
+        self._last_end = 0.0
+
+    def start(self) -> None:
+        """A dispatch was started now."""
+        self._started.append(time.perf_counter())
+
+    def stop(self) -> float:
+        """The oldest dispatch has just ended: the seconds that it took."""
+        now = time.perf_counter()
+        begin = max(self._started.popleft(), self._last_end)
+        self._last_end = now
+        return now - begin
 
 
 WAIT = "wait"
@@ -61,6 +118,8 @@ class StepMeter:
     seconds: dict[str, float] = field(default_factory=dict)
     """By phase of the loop."""
     by_shape: dict[str, int] = field(default_factory=dict)
+    num_in_bounds: int = 0
+    _first: float | None = None
     _last: float = 0.0
 
     def count(
@@ -78,6 +137,8 @@ class StepMeter:
     def begin(self) -> None:
         """Begin a turn of the engine's loop."""
         self._last = time.perf_counter()
+        if self._first is None:
+            self._first = self._last
 
     def mark(self, phase: str) -> None:
         """The time since the last mark of this turn was spent on `phase`."""
@@ -86,6 +147,11 @@ class StepMeter:
         self._last = now
         self.busy_s += elapsed
         self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed
+
+    @property
+    def elapsed_s(self) -> float | None:
+        """From the first turn to the last mark."""
+        return None if self._first is None else self._last - self._first
 
     @property
     def host_s_by_phase(self) -> dict[str, float]:

@@ -150,10 +150,25 @@ class KVLayout:
         target: jax.Array,  # i32[n], negative for none
     ) -> KVPages:
         """Copy whole pages; pairs with a negative target are skipped."""
-        to = jnp.where(target < 0, self.num_pages(pages), target)
-        return jax.tree.map(
-            lambda x: x.at[to].set(x.at[source].get(mode="clip"), mode="drop"), pages
-        )
+        return self.put_pages(pages, target, self.take_pages(pages, source))
+
+    def take_pages(
+        self,
+        pages: KVPages,
+        numbers: jax.Array,  # i32[n]
+    ) -> KVPages:
+        """Whole pages as they are stored, with `n` for `pages` in their shapes."""
+        return jax.tree.map(lambda x: x.at[numbers].get(mode="clip"), pages)
+
+    def put_pages(
+        self,
+        pages: KVPages,
+        numbers: jax.Array,  # i32[n], negative for none
+        taken: KVPages,
+    ) -> KVPages:
+        """Put what `take_pages` took into other pages."""
+        to = jnp.where(numbers < 0, self.num_pages(pages), numbers)
+        return jax.tree.map(lambda x, new: x.at[to].set(new, mode="drop"), pages, taken)
 
     def as_stored(self, cells: jax.Array) -> jax.Array:
         """Cells of `cell_dtype` as the array on the device holds them."""

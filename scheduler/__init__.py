@@ -11,6 +11,7 @@ from scheduler.policy import AdmissionPolicy, Continuous, Dynamic, Static
 from scheduler.prefix_cache import PrefixCache
 from scheduler.scheduler import Scheduler, SchedulerStats
 from scheduler.sequence import FinishReason, Sequence, Status
+from scheduler.swap_space import PageCopy, SwapSpace
 
 __all__ = [
     "NULL_PAGE",
@@ -19,6 +20,7 @@ __all__ = [
     "Continuous",
     "Dynamic",
     "FinishReason",
+    "PageCopy",
     "PrefixCache",
     "ScheduledTokens",
     "Scheduler",
@@ -28,5 +30,6 @@ __all__ = [
     "Static",
     "Status",
     "StepPlan",
+    "SwapSpace",
     "Update",
 ]

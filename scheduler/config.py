@@ -12,6 +12,7 @@ from typing import get_args
 from scheduler.block_pool import BlockPool
 from scheduler.policy import Policy
 from scheduler.sequence import Sequence
+from scheduler.swap import Preemption
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +33,44 @@ class SchedulerConfig:
     """Most tokens of a sequence, prompt and output."""
     policy: Policy = "fcfs"
     """Seniority: first come, first served, or by priority first."""
+    priority_ageing_s: float | None = None
+    """Seconds of waiting that count as one level of priority; priorities do not age if absent."""
+    fair_share: bool = False
+    """Among those that wait, the key that was served least is next; `policy` orders its own."""
+    mixed: bool = True
+    """Prefill chunks and decodes in one step.  If not, decodes wait while prefills pend."""
+    min_prefill_tokens: int = 1
+    """Tokens of prefill chunks that a step may have whatever the latency bounds say."""
+    target_ttft_s: float | None = None
+    """Bound on the time to the first token; none if absent."""
+    target_tpot_s: float | None = None
+    """Bound on the time per output token; none if absent."""
     enable_chunked_prefill: bool = True
     """Split prompts over steps.  If not, a sequence waits for a step that can take all of it."""
     enable_prefix_caching: bool = True
     """Reuse the pages of a shared prefix."""
+    preemption: Preemption = "recompute"
+    """What becomes of a preempted sequence's pages."""
+    page_cost_tokens: float = 0.0
+    """Tokens that are computed in the time in which one page travels to the host and back."""
     multi_step: int = 1
     """Most steps of one plan, where all that runs decodes and nothing that waits could join."""
 
     def __post_init__(self) -> None:
         if self.policy not in get_args(Policy):
             raise ValueError(f"policy={self.policy!r} is not one of {', '.join(get_args(Policy))}")
+        if self.preemption not in get_args(Preemption):
+            choices = ", ".join(get_args(Preemption))
+            raise ValueError(f"preemption={self.preemption!r} is not one of {choices}")
+        if self.priority_ageing_s is not None and self.policy != "priority":
+            raise ValueError(
+                f"priority_ageing_s={self.priority_ageing_s} needs policy='priority', not "
+                f"{self.policy!r}"
+            )
+        for name in ("priority_ageing_s", "target_ttft_s", "target_tpot_s"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ValueError(f"{name}={value} must be positive; leave it out for none")
         if self.multi_step < 1:
             raise ValueError(f"multi_step={self.multi_step} must be at least 1; 1 turns it off")
         if self.max_num_seqs < 1 or self.max_model_len < 1:
@@ -59,6 +88,11 @@ class SchedulerConfig:
             raise ValueError(
                 f"max_prefill_tokens={self.max_prefill_tokens} must be from 1 to token_budget="
                 f"{self.token_budget}"
+            )
+        if not 1 <= self.min_prefill_tokens <= self.max_prefill_tokens:
+            raise ValueError(
+                f"min_prefill_tokens={self.min_prefill_tokens} must be from 1 to "
+                f"max_prefill_tokens={self.max_prefill_tokens}"
             )
         if not self.enable_chunked_prefill and self.max_prefill_tokens < self.max_model_len:
             raise ValueError(
@@ -80,6 +114,23 @@ class SchedulerConfig:
                 f"the KV cache, which has {pool.capacity} in {pool.num_pages - 1} pages of "
                 f"{pool.page_size}; lower max_model_len to {pool.capacity + 1} or add pages"
             )
+
+    def check_helpers(self, *, has_clock: bool, has_cost: bool) -> None:
+        """Check that the scheduler was given what its policies need.
+
+        Raises:
+            ValueError: priorities age without a clock, or a latency bound has no model of times.
+        """
+        if self.priority_ageing_s is not None and not has_clock:
+            raise ValueError(
+                f"priority_ageing_s={self.priority_ageing_s} needs a clock; give the scheduler one"
+            )
+        for name in ("target_ttft_s", "target_tpot_s"):
+            if getattr(self, name) is not None and not has_cost:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} needs a model of step times; give the scheduler "
+                    "a cost, such as FittedCost"
+                )
 
     def check_sequence(self, seq: Sequence, pool: BlockPool) -> None:
         """Check that a sequence can run, if only for one output token.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from scheduler.sequence import Sequence
+from scheduler.swap_space import PageCopy
 
 
 @dataclass(eq=False, slots=True)
@@ -55,6 +56,8 @@ class ScheduledTokens:
 class StepPlan:
     """What the device is given to do at once; false if there is nothing to compute.
 
+    Pages may have to be copied all the same.
+
     Plans must reach the device in the order they were made.  Pages and slots change hands
     between plans, and it is this order that makes it safe: whoever wrote a page in an earlier
     step is done with it when a later step gives it to another.
@@ -69,6 +72,10 @@ class StepPlan:
     """Sequences that lost their slots and pages to this step."""
     num_steps: int = 1
     """Iterations of the device, at most; more than one only if all entries decode."""
+    swapped_out: tuple[PageCopy, ...] = ()
+    """Pages to copy to the host before anything else: preempted sequences had them."""
+    swapped_in: tuple[PageCopy, ...] = ()
+    """Pages to copy back before this step, for sequences in `admitted`."""
 
     def __bool__(self) -> bool:
         return bool(self.entries)

@@ -5,54 +5,30 @@ Knows nothing of tokens, pages or budgets.  The only clock is the one that `Dyna
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterator
-from operator import attrgetter
+from collections.abc import Callable
 from typing import Literal, Protocol
 
 from scheduler.sequence import Sequence
 
 Policy = Literal["fcfs", "priority"]
 
-_rank: Callable[[Sequence], tuple[int, int]] = attrgetter("rank")
 
+def precedence(policy: Policy, seq: Sequence, now_s: float, ageing_s: float | None) -> float:
+    """What goes before the order of arrival in a sequence's rank, smallest first.
 
-def rank(policy: Policy, seq: Sequence, arrival: int) -> tuple[int, int]:
-    """Seniority of a sequence, smallest first: by arrival, or by priority and then arrival."""
-    return (seq.priority if policy == "priority" else 0, arrival)
+    With ageing a sequence gains one priority level per `ageing_s` seconds of waiting, evenly.  All
+    that wait gain alike, so their order never changes: at any time t, `priority - (t - arrival) /
+    ageing_s` orders them as `arrival + ageing_s * priority` does, which is known on arrival.
 
-
-class SeniorityQueue:
-    """Sequences in order of rank, the most senior first."""
-
-    def __init__(self) -> None:
-        self._seqs: list[Sequence] = []
-
-    def __len__(self) -> int:
-        return len(self._seqs)
-
-    def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._seqs)
-
-    @property
-    def first(self) -> Sequence:
-        """The most senior sequence."""
-        return self._seqs[0]
-
-    @property
-    def last(self) -> Sequence:
-        """The least senior sequence."""
-        return self._seqs[-1]
-
-    def add(self, seq: Sequence) -> None:
-        """Put `seq` in the place that its rank gives it."""
-        insort(self._seqs, seq, key=_rank)
-
-    def remove(self, seq: Sequence) -> None:
-        """Take `seq` out."""
-        index = bisect_left(self._seqs, seq.rank, key=_rank)
-        assert self._seqs[index] is seq, f"sequence {seq.seq_id!r} is not in this queue"
-        del self._seqs[index]
+    Args:
+        policy: whether priorities count at all.
+        seq: gives its priority, lower first.
+        now_s: the time of its arrival.
+        ageing_s: seconds per level; never if absent.
+    """
+    if policy == "fcfs":
+        return 0
+    return seq.priority if ageing_s is None else now_s + ageing_s * seq.priority
 
 
 class AdmissionPolicy(Protocol):
@@ -66,15 +42,29 @@ class AdmissionPolicy(Protocol):
         """Called after each sequence that joined."""
         ...
 
+    def on_preempted(self) -> None:
+        """Called after each sequence that lost its slot and waits again."""
+        ...
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until time alone may change the answer; 0.0 if it cannot."""
+        ...
+
 
 class Continuous:
     """A sequence joins as soon as there is room (iteration-level scheduling, Orca, OSDI '22)."""
+
+    wait_s = 0.0
 
     def may_admit(self, num_running: int, num_waiting: int, num_free_slots: int) -> bool:
         """Always."""
         return True
 
     def on_admitted(self) -> None:
+        """Nothing to remember."""
+
+    def on_preempted(self) -> None:
         """Nothing to remember."""
 
 
@@ -84,15 +74,25 @@ class Static:
     def __init__(self) -> None:
         self._num_places = 0
 
+    @property
+    def wait_s(self) -> float:
+        """No time is waited for."""
+        return 0.0
+
     def may_admit(self, num_running: int, num_waiting: int, num_free_slots: int) -> bool:
         """Until the batch has its size; a slot that becomes free before its end stays empty."""
-        if num_running == 0:
+        # With places left the batch is still being placed, over several steps.
+        if num_running == 0 and (self._num_places == 0 or num_waiting == 0):
             self._num_places = min(num_waiting, num_free_slots)
         return self._num_places > 0
 
     def on_admitted(self) -> None:
         """One place of the batch is taken."""
         self._num_places -= 1
+
+    def on_preempted(self) -> None:
+        """Who lost its slot is still of the batch."""
+        self._num_places += 1
 
 
 class Dynamic(Static):
@@ -108,21 +108,27 @@ class Dynamic(Static):
         super().__init__()
         self._window_s = window_s
         self._clock = clock
-        self._opened_s: float | None = None
+        self._closes_s: float | None = None
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds until the open window has passed."""
+        return 0.0 if self._closes_s is None else max(self._closes_s - self._clock(), 0.0)
 
     def may_admit(self, num_running: int, num_waiting: int, num_free_slots: int) -> bool:
         """As `Static`, but a batch starts only when it is full or its window has passed."""
-        collecting = num_running == 0 and num_waiting < num_free_slots
+        is_new = num_running == 0 and self._num_places == 0
+        collecting = is_new and num_waiting < num_free_slots
         if collecting and not self._window_has_passed(num_waiting):
             return False
-        self._opened_s = None
+        self._closes_s = None
         return super().may_admit(num_running, num_waiting, num_free_slots)
 
     def _window_has_passed(self, num_waiting: int) -> bool:
         if num_waiting == 0:
-            self._opened_s = None
+            self._closes_s = None
             return False
         now = self._clock()
-        if self._opened_s is None:
-            self._opened_s = now
-        return now - self._opened_s >= self._window_s
+        if self._closes_s is None:
+            self._closes_s = now + self._window_s
+        return now >= self._closes_s

@@ -1,7 +1,8 @@
 """Iteration-level scheduler: which tokens of which sequences the next step computes.
 
-Knows counts of tokens, slots and pages.  Knows no model, no array, no device and no clock, so
-that a simulator can drive it in virtual time exactly as an engine does in real time.
+Knows counts of tokens, slots and pages.  Knows no model, no array and no device, and the time only
+from the clock it is given, so that a simulator can drive it in virtual time exactly as an engine
+does in real time.
 """
 
 from __future__ import annotations
@@ -12,10 +13,16 @@ from dataclasses import dataclass
 
 from scheduler.block_pool import BlockPool
 from scheduler.config import SchedulerConfig
+from scheduler.fair_share import FairQueue
+from scheduler.latency import LatencyBound
 from scheduler.plan import ScheduledTokens, StepPlan, Update
-from scheduler.policy import AdmissionPolicy, Continuous, SeniorityQueue, rank
+from scheduler.policy import AdmissionPolicy, Continuous, precedence
 from scheduler.prefix_cache import PrefixCache
+from scheduler.queues import RankHeap, SeniorityQueue, WaitingQueue
 from scheduler.sequence import FinishReason, Sequence, Status
+from scheduler.step_time import StepCost
+from scheduler.swap import Swapper
+from scheduler.swap_space import PageCopy, SwapSpace
 
 
 @dataclass(slots=True)
@@ -23,6 +30,8 @@ class SchedulerStats:
     """Counts since the start, or since the caller put a new one in its place."""
 
     num_preemptions: int = 0
+    num_swaps: int = 0
+    """Preemptions whose pages were kept on the host; the others are recomputed."""
     discarded_tokens: int = 0
     """Sampled tokens that came after what ended their sequence."""
     prefix_query_tokens: int = 0
@@ -45,6 +54,10 @@ class Scheduler:
         config: SchedulerConfig,
         pool: BlockPool,
         admission: AdmissionPolicy | None = None,
+        swap_space: SwapSpace | None = None,
+        *,
+        clock: abc.Callable[[], float] | None = None,
+        cost: StepCost | None = None,
     ) -> None:
         """Start idle.
 
@@ -52,20 +65,33 @@ class Scheduler:
             config: limits of a step and of a sequence.
             pool: the pages, all free; the scheduler is their only owner.
             admission: when waiting sequences may join; `Continuous` if absent.
+            swap_space: where the pages of preempted sequences may be kept; nowhere if absent.
+            clock: the time in seconds, for the ageing of priorities; real or virtual.
+            cost: a model of step times, for the latency bounds.
 
         Raises:
-            ValueError: a sequence of `max_model_len` would not fit the pool even alone.
+            ValueError: a sequence of `max_model_len` would not fit the pool even alone, or the
+                configuration needs a clock or a cost that is absent.
         """
         config.check_pool(pool)
+        config.check_helpers(has_clock=clock is not None, has_cost=cost is not None)
         self.config = config
         self.pool = pool
-        self.waiting = SeniorityQueue()
+        self._fair = FairQueue() if config.fair_share else None
+        self.waiting: WaitingQueue = RankHeap() if self._fair is None else self._fair
         self.running = SeniorityQueue()
         self.stats = SchedulerStats()
         self._admission = Continuous() if admission is None else admission
         self._prefix_cache = PrefixCache(pool)
+        space = SwapSpace(0) if swap_space is None else swap_space
+        self._swapper = Swapper(config.preemption, config.page_cost_tokens, space)
+        self._swapped_out: list[PageCopy] = []  # by the plan in the making
+        self._swapped_in: list[PageCopy] = []
         self._free_slots = list(range(config.max_num_seqs))  # a heap
+        self._clock = clock or _no_time
+        self._bound = _latency_bound(config, cost)
         self._num_added = 0
+        self._num_started = 0
 
     @property
     def has_work(self) -> bool:
@@ -82,6 +108,14 @@ class Scheduler:
         """Sequences that have none, the preempted ones among them."""
         return len(self.waiting)
 
+    @property
+    def wait_s(self) -> float:
+        """Seconds that an empty plan is worth waiting, for the window of a dynamic batch to pass.
+
+        0.0 unless sequences wait and none runs.
+        """
+        return self._admission.wait_s if self.num_waiting and not self.num_running else 0.0
+
     def add(self, seq: Sequence) -> None:
         """Queue a sequence, with `max_tokens` lowered to what `max_model_len` leaves it.
 
@@ -91,7 +125,9 @@ class Scheduler:
         self.config.check_sequence(seq, self.pool)
         seq.max_tokens = min(seq.max_tokens, self.config.max_model_len - seq.num_prompt)
         seq.max_computed = seq.num_prompt + max(seq.max_tokens - 1, 0)
-        seq.rank = rank(self.config.policy, seq, self._num_added)
+        config = self.config
+        first = precedence(config.policy, seq, self._clock(), config.priority_ageing_s)
+        seq.rank = (first, 1, self._num_added)
         self._num_added += 1
         self.waiting.add(seq)
 
@@ -107,34 +143,34 @@ class Scheduler:
         Where all that runs decodes and nothing that waits could join, the plan may have several
         steps, which the device runs by itself.
 
+        Without mixed steps the prefills come first and the decodes wait, until all slots are in
+        use or nothing that waits could join.  A latency bound makes chunks and batch smaller.
+
         Call it with at most one earlier plan, empty or not, that is not updated yet.
         """
-        entries: list[ScheduledTokens] = []
         preempted: list[Sequence] = []
         in_decode = [seq.in_decode for seq in self.running]
         num_steps = self._num_steps(in_decode)
-        prefill_budget = min(
-            self.config.token_budget - sum(in_decode), self.config.max_prefill_tokens
-        )
-
-        # Most senior first.  Whoever yields is the last of the queue, so it is never one that the
-        # plan has already, and the loop ends before it.
-        for seq, decodes in zip(self.running, in_decode, strict=False):
-            count = (
-                min(num_steps, seq.num_left) if decodes else min(seq.num_prefill, prefill_budget)
-            )
-            if count > 0 and (entry := self._take(seq, count, preempted)):
-                entries.append(entry)
-                prefill_budget -= 0 if decodes else count
+        budget = self._prefill_budget(sum(in_decode))
+        num_decode_steps = num_steps if self.config.mixed else 0
+        entries, budget = self._continue(in_decode, num_decode_steps, budget, preempted)
         num_continued = len(entries)
 
         # Whoever joined after a preemption would take the pages that were missing.
-        while prefill_budget > 0 and not preempted and (entry := self._admit(prefill_budget)):
+        while budget > 0 and not preempted and (entry := self._admit(budget)):
             entries.append(entry)
-            prefill_budget -= entry.count
-
+            budget -= entry.count
         admitted = tuple(entry.seq for entry in entries[num_continued:])
-        return StepPlan(tuple(entries), admitted, tuple(preempted), num_steps)
+
+        if not entries and not self.config.mixed:
+            in_decode = [seq.in_decode for seq in self.running]
+            entries, _ = self._continue(in_decode, num_steps, 0, preempted)
+        for _ in preempted:
+            self._admission.on_preempted()
+        out, back = tuple(self._swapped_out), tuple(self._swapped_in)
+        self._swapped_out.clear()
+        self._swapped_in.clear()
+        return StepPlan(tuple(entries), admitted, tuple(preempted), num_steps, out, back)
 
     def update(
         self,
@@ -155,6 +191,8 @@ class Scheduler:
             failed: entries whose logits were not finite, after the tokens that they sampled.
                 Their sequences end with "error".
         """
+        if self._bound is not None:
+            self._bound.saw(plan)
         accepted: list[tuple[int, int]] = []
         finished: list[Sequence] = []
         for index, (entry, tokens) in enumerate(zip(plan.entries, sampled, strict=True)):
@@ -184,6 +222,7 @@ class Scheduler:
             self._vacate(seq)
         else:
             self.waiting.remove(seq)
+            self._swapper.drop(seq)
         seq.status = Status.FINISHED
         seq.finish_reason = reason
 
@@ -212,6 +251,9 @@ class Scheduler:
         self._prefix_cache.clear()
         for seq in self.running:
             seq.keeps_pages = False
+            seq.is_stale = True
+        for seq in self.waiting:
+            self._swapper.drop(seq)
 
     def check(self) -> None:
         """Assert what must hold between any two calls; linear in pages and sequences."""
@@ -227,11 +269,51 @@ class Scheduler:
             assert 0 <= seq.num_in_flight <= seq.num_tokens
             assert 0 < seq.num_computed <= seq.num_tokens
             assert self.pool.num_missing(seq.block_table, seq.num_computed) == 0
+        self.waiting.check()
+        self._swapper.check(waiting)
         for seq in waiting:
             assert seq.status in (Status.WAITING, Status.PREEMPTED)
             assert seq.slot is None
             assert not seq.block_table
             assert seq.num_computed == 0
+
+    def _prefill_budget(self, num_decodes: int) -> int:
+        """Most prompt tokens of the next step."""
+        config = self.config
+        rows, num_waiting = (num_decodes, 0) if config.mixed else (0, num_decodes)
+        most = min(config.token_budget - rows, config.max_prefill_tokens)
+        nobody_prefills = num_decodes == self.num_running and not (
+            self.num_waiting and self._free_slots
+        )
+        if self._bound is None or nobody_prefills:
+            return most
+        return self._bound.max_chunk(rows, num_waiting, self._num_computed(), most)
+
+    def _num_computed(self) -> int:
+        """Keys that a step of all running sequences reads."""
+        return sum(seq.num_computed for seq in self.running)
+
+    def _continue(
+        self,
+        in_decode: abc.Sequence[bool],
+        num_steps: int,
+        prefill_budget: int,
+        preempted: list[Sequence],
+    ) -> tuple[list[ScheduledTokens], int]:
+        """Plan the running sequences: the entries, and what is left of the budget.
+
+        Most senior first.  Whoever yields is the last of the queue, so it is never one that the
+        plan has already, and the loop ends before it.
+        """
+        entries: list[ScheduledTokens] = []
+        for seq, decodes in zip(self.running, in_decode, strict=False):
+            count = (
+                min(num_steps, seq.num_left) if decodes else min(seq.num_prefill, prefill_budget)
+            )
+            if count > 0 and (entry := self._take(seq, count, preempted)):
+                entries.append(entry)
+                prefill_budget -= 0 if decodes else count
+        return entries, prefill_budget
 
     def _num_steps(self, in_decode: abc.Sequence[bool]) -> int:
         """Steps of the next plan.
@@ -250,6 +332,8 @@ class Scheduler:
         if self.num_waiting > 0:
             most = lefts[-1] if self._slots_stay_taken(seqs) else 1
         num_steps = min(self.config.multi_step, most)
+        if self._bound is not None:
+            num_steps = self._bound.max_steps(len(seqs), self._num_computed(), num_steps)
         while num_steps > 1 and self._num_missing(seqs, num_steps) > self.pool.num_free:
             num_steps -= 1
         return num_steps
@@ -298,6 +382,8 @@ class Scheduler:
         )
         seq.num_computed += count
         seq.num_in_flight += entry.num_samples
+        if self._fair is not None:
+            self._fair.serve(seq.key, 0, entry.num_samples)
         return entry
 
     def _admit(self, prefill_budget: int) -> ScheduledTokens | None:
@@ -310,12 +396,25 @@ class Scheduler:
         if seq.num_in_flight > 0:
             return None  # preempted just now: its last token is not known yet
         hits = self._prefix_cache.match(seq) if self._reads_cache(seq) else []
-        if not self._fits_now(seq, hits, prefill_budget):
+        if not self._fits_now(seq, hits, prefill_budget) or not self._keeps_bound(seq):
             return None
+        is_new = seq.status is Status.WAITING
+        if is_new and self._fair is not None:
+            # From now on by the order of admission: who came first may have been passed over.
+            seq.rank = (seq.rank[0], 0, self._num_started)
+            self._num_started += 1
         self._place(seq, hits)
+        if is_new and self._fair is not None:
+            self._fair.serve(seq.key, seq.num_prompt - seq.num_computed, 0)
         count = min(seq.num_prefill, prefill_budget)
         num_missing = self.pool.num_missing(seq.block_table, seq.num_computed + count)
         return self._advance(seq, count, num_missing)
+
+    def _keeps_bound(self, seq: Sequence) -> bool:
+        """Whether a decode step with `seq` in it would keep the latency bound."""
+        if self._bound is None:
+            return True
+        return self._bound.may_join(self.num_running + 1, self._num_computed() + seq.num_tokens)
 
     def _reads_cache(self, seq: Sequence) -> bool:
         return self.config.enable_prefix_caching and seq.reads_prefix_cache
@@ -326,7 +425,7 @@ class Scheduler:
         Where budget is left, all running sequences have the pages of their prefills: no free page
         is counted on twice, and nobody is admitted only to be preempted in the middle of one.
         """
-        num_pending = seq.num_tokens - len(hits) * self.pool.page_size
+        num_pending = seq.num_tokens - max(len(hits) * self.pool.page_size, seq.num_swapped)
         if not self.config.enable_chunked_prefill and num_pending > prefill_budget:
             return False
         num_missing = self.pool.num_missing(hits, seq.num_tokens)
@@ -338,6 +437,9 @@ class Scheduler:
         self.pool.share(hits)
         seq.block_table += hits
         seq.num_computed = len(hits) * self.pool.page_size
+        if seq.num_swapped > 0:
+            self._bring_back(seq)
+        seq.is_stale = False
         seq.prefill_end = len(seq.token_ids)
         seq.keeps_pages = self.config.enable_prefix_caching
         if seq.status is Status.WAITING and self._reads_cache(seq):
@@ -349,8 +451,23 @@ class Scheduler:
         self.running.add(seq)
         self._admission.on_admitted()
 
+    def _bring_back(self, seq: Sequence) -> None:
+        """Give a sequence the pages it had when it was preempted, from the host."""
+        num_hits = len(seq.block_table)
+        if seq.num_swapped > seq.num_computed:
+            num_missing = self.pool.num_missing(seq.block_table, seq.num_swapped)
+            seq.block_table += self.pool.allocate(num_missing)
+            seq.num_computed = seq.num_swapped
+        self._swapped_in += self._swapper.restore(seq, num_hits)
+
     def _preempt(self, seq: Sequence) -> None:
-        """Send a running sequence back to wait, to be recomputed but for what stays cached."""
+        """Send a running sequence back to wait.
+
+        It is recomputed later but for what stays cached, or its pages are kept on the host.
+        """
+        saved = self._swapper.save(seq)
+        self._swapped_out += saved
+        self.stats.num_swaps += len(saved)
         self._vacate(seq)
         seq.status = Status.PREEMPTED
         seq.num_preemptions += 1
@@ -397,3 +514,13 @@ class Scheduler:
                 self.stats.discarded_tokens += len(tokens) - num_taken
                 return True
         return False
+
+
+def _no_time() -> float:
+    return 0.0
+
+
+def _latency_bound(config: SchedulerConfig, cost: StepCost | None) -> LatencyBound | None:
+    if cost is None or (config.target_ttft_s is None and config.target_tpot_s is None):
+        return None
+    return LatencyBound(cost, config.target_tpot_s, config.target_ttft_s, config.min_prefill_tokens)

@@ -8,6 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum, StrEnum, auto
 
+Rank = tuple[float, ...]
+"""A place in an order, the smallest first."""
+
 
 class Status(Enum):
     """Where a sequence is; it waits, runs, may be preempted and run again, and finishes."""
@@ -51,6 +54,8 @@ class Sequence:
     """`stop_ids` do not end it with fewer output tokens than this."""
     priority: int = 0
     """Lower goes first, under the policy "priority"."""
+    key: str = ""
+    """Whose it is: a user or tenant, for the fair share."""
     cache_salt: bytes = b""
     """Whatever else changes its keys and values, such as an adapter's id."""
     reads_prefix_cache: bool = True
@@ -60,7 +65,7 @@ class Sequence:
     """Tokens of the prompt."""
     max_computed: int = field(default=0, init=False)
     """Tokens it will ever need computed: all but the last output token, which nothing follows."""
-    rank: tuple[int, int] = field(default=(0, 0), init=False)
+    rank: Rank = field(default=(), init=False)
     """Its place among all sequences, the smallest the most senior.  No two are equal."""
     status: Status = field(default=Status.WAITING, init=False)
     slot: int | None = field(default=None, init=False)
@@ -82,6 +87,12 @@ class Sequence:
     """Prompt tokens found in the prefix cache when it was first admitted."""
     num_preemptions: int = field(default=0, init=False)
     """Times it lost its slot and pages."""
+    is_stale: bool = field(default=False, init=False)
+    """The weights have changed since it got its slot, so that its pages are a mixture."""
+    host_pages: list[int] = field(default_factory=list, init=False)
+    """Pages of the swap space with what its block table had, while it waits after preemption."""
+    num_swapped: int = field(default=0, init=False)
+    """Tokens whose keys and values they hold."""
     finish_reason: FinishReason | None = field(default=None, init=False)
     stop_token: int | None = field(default=None, init=False)
     """The token of `stop_ids` that ended it."""

@@ -25,7 +25,8 @@ def make_report(
         stats: the engine's counters of the same time.
 
     Returns:
-        Counts, times in seconds, rates per second and shares between 0 and 1.
+        Counts, times in seconds, rates per second and shares between 0 and 1; goodput only where
+        the engine has latency bounds.
     """
     samples = [sample for output in outputs for sample in output.outputs]
     output_tokens = sum(len(sample.token_ids) for sample in samples)
@@ -46,11 +47,23 @@ def make_report(
         "padded_share": stats.padded_share,
         "discarded_tokens": stats.discarded_tokens,
         "preemptions": stats.preemptions,
+        "swaps": stats.swaps,
         "prefix_query_tokens": stats.prefix_query_tokens,
         "prefix_hit_tokens": stats.prefix_hit_tokens,
         "compilations_after_ready": stats.compilations_after_ready,
         **_percentiles("ttft", ttft),
         **_percentiles("itl", itl),
+        **_goodput(stats, wall_s, len(outputs)),
+    }
+
+
+def _goodput(stats: EngineStats, wall_s: float, num_requests: int) -> dict[str, float | None]:
+    """Requests that met the engine's latency bounds, and how many of them per second."""
+    if stats.num_in_bounds is None:
+        return {}
+    return {
+        "goodput_requests_per_s": stats.num_in_bounds / wall_s if wall_s > 0 else None,
+        "goodput_share": stats.num_in_bounds / num_requests if num_requests else None,
     }
 
 

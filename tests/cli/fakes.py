@@ -92,6 +92,7 @@ class FakeEngine:
         self.config = config
         self.step_s = step_s
         self.submitted: list[str | None] = []
+        self.keys: list[str] = []
         self.most_samples = 0
         self.num_steps = 0
         self.on_step = lambda: None
@@ -102,7 +103,9 @@ class FakeEngine:
     def has_work(self) -> bool:
         return any(not _is_finished(request) for request in self._requests.values())
 
-    def submit(self, prompt_token_ids, params, *, request_id=None, prompt=None, priority=0) -> str:
+    def submit(
+        self, prompt_token_ids, params, *, request_id=None, prompt=None, priority=0, key=""
+    ) -> str:
         if not prompt_token_ids:
             raise ValueError("the prompt has no tokens")
         if len(prompt_token_ids) >= MAX_MODEL_LEN:
@@ -123,6 +126,7 @@ class FakeEngine:
         self._requests[request_id] = _Request(
             request_id, prompt, list(prompt_token_ids), params, samples, RequestMetrics(0.0)
         )
+        self.keys.append(key)
         self.submitted.append(prompt or bytes(i % 256 for i in prompt_token_ids).decode())
         running = sum(len(r.outputs) for r in self._requests.values() if not _is_finished(r))
         self.most_samples = max(self.most_samples, running)
@@ -196,11 +200,13 @@ class FakeEngine:
             slot_utilisation=0.5,
             padded_share=0.25,
             preemptions=0,
+            swaps=0,
             prefix_query_tokens=None,
             prefix_hit_tokens=None,
             compilations_after_ready=0,
             host_s_per_step=0.001,
             step_s=0.01,
+            num_in_bounds=None,
         )
 
     def reset_stats(self) -> None:

@@ -27,6 +27,16 @@ ENGINE_FLAGS = {
     "enable_prefix_caching": (False, False),
     "enable_chunked_prefill": (False, False),
     "scheduling_policy": ("priority", "priority"),
+    "priority_ageing_s": ("30", 30.0),
+    "fair_share": (True, True),
+    "batching": ("dynamic", "dynamic"),
+    "dynamic_window_ms": ("5", 5.0),
+    "mixed": (False, False),
+    "max_prefill_tokens": ("100", 100),
+    "target_ttft_ms": ("500", 500.0),
+    "target_tpot_ms": ("100", 100.0),
+    "preemption": ("swap", "swap"),
+    "swap_space_gib": ("2.5", 2.5),
     "async_scheduling": (False, False),
     "multi_step": ("4", 4),
     "batch_buckets": ("8,16", (8, 16)),
@@ -43,6 +53,8 @@ ENGINE_FLAGS = {
     "cache_dir": ("/tmp/a", "/tmp/a"),
     "compilation_cache_dir": ("/tmp/b", "/tmp/b"),
 }
+NEEDED = {"priority_ageing_s": {"scheduling_policy": "priority"}}
+"""Fields without which another is refused."""
 SCORE_DEFAULTS = EngineConfig(warm_up=False)
 """A verb that ends after a few steps does not run every executable first."""
 SAMPLING_FLAGS = {
@@ -81,9 +93,12 @@ def test_engine_flag_reaches_the_config(jaxserve_cli, fake_model, name):
     flag = "--" + name.replace("_", "-")
     switch = flag if text is True else "--no-" + flag[2:]
     arguments = [switch] if isinstance(text, bool) else [flag, text]
+    needed = NEEDED.get(name, {})
+    for other, its_value in needed.items():
+        arguments += ["--" + other.replace("_", "-"), its_value]
     result = jaxserve_cli("score", "x", *arguments)
     assert result.exit_code == 0, result.output
-    assert fake_model[0].config == dataclasses.replace(SCORE_DEFAULTS, **{name: value})
+    assert fake_model[0].config == dataclasses.replace(SCORE_DEFAULTS, **{name: value}, **needed)
 
 
 @pytest.mark.parametrize("name", SAMPLING_FLAGS)
@@ -135,6 +150,11 @@ def test_file_may_hold_the_verbs_own_flags(jaxserve_cli, tmp_path):
         ("- a\n", ["flat mapping"]),
         ("a: [\n", ["not valid YAML"]),
         ("max-num-seqs: 0\n", ["max_num_seqs=0"]),
+        ("priority-ageing-s: 9\n", ["priority_ageing_s=9", "scheduling_policy=priority"]),
+        ("target-tpot-ms: 0\n", ["target_tpot_ms=0", "above 0"]),
+        ("dynamic-window-ms: -1\n", ["dynamic_window_ms=-1", "at least 0"]),
+        ("max-prefill-tokens: 0\n", ["max_prefill_tokens=0", "at least 1"]),
+        ("batching: greedy\n", ["batching", "continuous"]),
     ],
 )
 def test_bad_file_is_one_line(jaxserve_cli, tmp_path, content, words):

@@ -38,7 +38,7 @@ class TestBothEndpoints:
         assert make(**nulls).sampling_params() == make().sampling_params()
 
     def test_unknown_fields_are_ignored(self, make):
-        assert make(user="u", store=True, metadata={"a": 1}, no_such_thing=[1]) == make()
+        assert make(store=True, metadata={"a": 1}, no_such_thing=[1]) == make()
 
     def test_shared_fields_reach_the_sampler(self, make):
         fields = {

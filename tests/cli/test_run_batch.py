@@ -233,6 +233,12 @@ class TestAnswers:
         assert not llm.engine._requests
 
 
+def test_the_user_of_a_line_is_its_key(files):
+    write(files[0], line("a", "x", user="alice"), line("b", "y"), line("c", "z", user=None))
+    llm = run_with_fake(BatchJob.open(*files, "m"))
+    assert llm.engine.keys == ["alice", "", ""]
+
+
 class TestResume:
     """B64."""
 

@@ -17,6 +17,7 @@ NAMES_OF_THE_BENCH = [
     "slot_utilisation",
     "padded_share",
     "preemptions",
+    "swaps",
     "prefix_hit_tokens",
     "compilations_after_ready",
     "host_s_per_step",

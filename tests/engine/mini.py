@@ -25,7 +25,7 @@ from jaxserve.runner import Runner
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.startup import assemble
 from jaxserve.tokenizer import Tokenizer
-from scheduler import BlockPool, Scheduler, SchedulerConfig
+from scheduler import BlockPool, Scheduler, SchedulerConfig, SwapSpace
 from tests.oracle import Oracle
 
 CONFIG = ModelConfig(
@@ -57,6 +57,8 @@ OPTIONS: dict[str, Any] = {
     "num_kv_blocks": 300,
     "max_logprobs": 5,
     "multi_step": 8,
+    "preemption": "swap",
+    "swap_space_gib": 2**-7,
 }
 
 
@@ -108,6 +110,7 @@ class Mini:
         asynchronous: bool = True,
         multi_step: int = 1,
         seed: int = 0,
+        host_pages: int | None = None,
         **limits: Any,
     ) -> Engine:
         """A fresh engine on the shared runner, within the limits it was compiled for.
@@ -122,6 +125,7 @@ class Mini:
             asynchronous: one step in flight.
             multi_step: most decode steps of one dispatch.
             seed: of the requests without a seed.
+            host_pages: pages of the swap space, which only `preemption="swap"` or "auto" uses.
             limits: further fields of `SchedulerConfig`.
         """
         pages = pages or self.options["num_kv_blocks"]
@@ -129,6 +133,7 @@ class Mini:
         budget = budget or self.options["max_num_batched_tokens"]
         chunk = min(chunk or budget, self.runner.shapes.max_chunk)
         longest = max_len or self.options["max_model_len"]
+        host_pages = self.runner.num_host_pages if host_pages is None else host_pages
         config = SchedulerConfig(
             max_num_seqs=slots or self.options["max_num_seqs"],
             token_budget=max(budget, slots or self.options["max_num_seqs"]),
@@ -139,7 +144,7 @@ class Mini:
         )
         return Engine(
             self.runner,
-            Scheduler(config, BlockPool(pages, page_size)),
+            Scheduler(config, BlockPool(pages, page_size), swap_space=SwapSpace(host_pages)),
             self.tokenizer,
             end_ids=eos,
             seed=seed,

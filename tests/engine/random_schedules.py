@@ -65,6 +65,7 @@ class Tally:
     results: int = 0
     different: int = 0
     preemptions: int = 0
+    swaps: int = 0
     prefix_hits: int = 0
     mixed_steps: int = 0
 
@@ -84,6 +85,8 @@ def run_schedules(mini: Mini, asked: list[Ask], want: list[bytes], seeds: range)
             asynchronous=rng.random() < 0.8,
             multi_step=rng.choice([1, 1, 2, 4, 8]),
             enable_prefix_caching=rng.random() < 0.7,
+            preemption=rng.choice(["recompute", "swap"]),
+            host_pages=rng.choice([4, 64]),
         )
         outputs = run(engine, [asked[i] for i in chosen], every=rng.choice([0, 0, 1, 3]))
         differ = sum(fingerprint(o) != want[i] for o, i in zip(outputs, chosen, strict=True))
@@ -91,6 +94,7 @@ def run_schedules(mini: Mini, asked: list[Ask], want: list[bytes], seeds: range)
         tally.results += len(chosen)
         tally.different += differ
         tally.preemptions += stats.preemptions
+        tally.swaps += engine.scheduler.stats.num_swaps
         tally.prefix_hits += stats.prefix_hit_tokens
         tally.mixed_steps += sum(n for s, n in stats.steps_by_shape.items() if "mixed" in s)
         yield tally

@@ -67,6 +67,8 @@ def test_a_fuzz_of_everything_compiles_nothing(mini: Mini) -> None:
         max_len=LONGEST,
         multi_step=4,
         policy="priority",
+        preemption="swap",
+        host_pages=20,
     )
     features: set[str] = set()
     requests = {}

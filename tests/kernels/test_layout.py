@@ -134,3 +134,14 @@ def test_copy_pages(layout: KVLayout) -> None:
         want[[3, 2, 1]] = want[[1, 3, 4]]
         np.testing.assert_array_equal(np.asarray(got), want)
     assert NULL_PAGE == 0
+
+
+@each_layout
+def test_pages_that_are_taken_can_be_put_elsewhere(layout: KVLayout) -> None:
+    """Numbers below 0 are padding: they put nothing, and what they take is of no use."""
+    taken = jax.jit(layout.take_pages)(stored(layout), jnp.array([4, 1, -1]))
+    after = jax.jit(layout.put_pages)(stored(layout), jnp.array([2, 3, -1]), taken)
+    for got, want in zip(jax.tree.leaves(after), jax.tree.leaves(stored(layout)), strict=True):
+        want = np.array(want)
+        want[[2, 3]] = want[[4, 1]]
+        np.testing.assert_array_equal(np.asarray(got), want)

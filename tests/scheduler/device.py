@@ -97,6 +97,7 @@ class FakeDevice:
         self._page_size = page_size
         self._cells: dict[tuple[int, int], int | None] = {}
         self._versions: dict[tuple[int, int], int] = {}
+        self._host_cells: dict[tuple[int, int], tuple[int | None, int]] = {}
         self._slots: dict[int, Slot] = {}
         self._sampled: set[tuple[str, int]] = set()
 
@@ -132,6 +133,15 @@ class FakeDevice:
                 yield Span(index, entry, entry.start + step, entry.start + step + 1)
 
     def _receive(self, plan: StepPlan) -> None:
+        for copy in plan.swapped_out:
+            for page, host_page in zip(copy.pages, copy.host_pages, strict=True):
+                for offset in range(self._page_size):
+                    self._host_cells[host_page, offset] = self._content(page, offset)
+        for copy in plan.swapped_in:
+            for page, host_page in zip(copy.pages, copy.host_pages, strict=True):
+                for offset in range(self._page_size):
+                    cell = page, offset
+                    self._cells[cell], self._versions[cell] = self._host_cells[host_page, offset]
         for seq in plan.admitted:
             assert seq.slot is not None
             request = self.requests[seq.seq_id]
@@ -140,6 +150,9 @@ class FakeDevice:
             slot = self._slots[entry.slot]
             assert slot.request.seq is entry.seq, "the slot belongs to another sequence"
             slot.block_table[entry.first_new_page :] = entry.new_pages
+
+    def _content(self, page: int, offset: int) -> tuple[int | None, int]:
+        return self._cells.get((page, offset)), self._versions.get((page, offset), self.version)
 
     def _cell(self, entry: ScheduledTokens, position: int) -> tuple[int, int]:
         page = self._slots[entry.slot].block_table[position // self._page_size]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 from scheduler import (
@@ -14,8 +15,10 @@ from scheduler import (
     Sequence,
     Status,
     StepPlan,
+    SwapSpace,
     Update,
 )
+from scheduler.step_time import StepCost
 from tests.scheduler.device import FakeDevice, Request
 
 
@@ -39,10 +42,15 @@ class Harness:
         num_pages: int = 65,
         page_size: int = 4,
         admission: AdmissionPolicy | None = None,
+        num_host_pages: int = 0,
+        clock: Callable[[], float] | None = None,
+        cost: StepCost | None = None,
         **limits: Any,
     ) -> None:
         pool = BlockPool(num_pages, page_size)
-        self.scheduler = Scheduler(make_config(**limits), pool, admission)
+        space = SwapSpace(num_host_pages)
+        config = make_config(**limits)
+        self.scheduler = Scheduler(config, pool, admission, space, clock=clock, cost=cost)
         self.device = FakeDevice(page_size)
         self.in_flight: deque[tuple[StepPlan, list[list[int]], set[int]]] = deque()
         self.requests: list[Request] = []
@@ -123,10 +131,13 @@ class Harness:
     def drain(self, *, asynchronous: bool = False) -> None:
         """Run until nothing is left, in a bounded number of steps, and check every output."""
         # A step computes at least one token of the most senior, and all of them again when a
-        # still more senior one takes their pages.
+        # still more senior one takes their pages.  Without mixed steps it may wait for the
+        # prefill of another first.
         unfinished = [r.seq for r in self.requests if r.seq.finish_reason is None]
         tokens = sum(seq.max_computed + 2 for seq in unfinished)
-        for _ in range(4 + 2 * len(unfinished) * tokens):
+        config = self.scheduler.config
+        num_rounds = 1 if config.mixed else 1 + config.max_model_len
+        for _ in range(4 + 2 * len(unfinished) * tokens * num_rounds):
             if not self.scheduler.has_work:
                 break
             if asynchronous:
@@ -196,6 +207,9 @@ class Harness:
         is_complete: list[bool],
     ) -> None:
         served = {entry.seq for entry in plan.entries}
+        if not self.scheduler.config.mixed and plan.num_chunk_tokens:
+            assert not plan.num_decode_tokens
+            served |= set(in_decode)  # they wait for the prefills
         if running and not is_complete[0]:
             assert running[0] in served, "the most senior sequence stalls"
         assert set(in_decode) <= served | set(plan.preempted), "a decode stalls"

@@ -3,6 +3,7 @@ solo output (hypothesis finds the histories)."""
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from hypothesis.stateful import (
 )
 
 from scheduler import Continuous, FinishReason, Static
+from scheduler.step_time import StepWork
 from tests.scheduler.device import VOCAB_SIZE
 from tests.scheduler.harness import Harness
 
@@ -31,6 +33,13 @@ def rarely(strategy: st.SearchStrategy[Any], otherwise: Any) -> st.SearchStrateg
     return st.integers(0, 3).flatmap(lambda n: strategy if n == 3 else st.just(otherwise))
 
 
+class OneSecondPerRow:
+    """A cost that makes any bound of a few seconds bite."""
+
+    def seconds(self, work: StepWork) -> float:
+        return float(work.num_steps * (work.rows + work.chunk_tokens))
+
+
 @st.composite
 def limits(draw: st.DrawFn) -> dict[str, Any]:
     """Tight limits: the pages hold one or two of the longest sequences, and the slots more."""
@@ -40,6 +49,8 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
     chunked = draw(st.booleans())
     token_budget = draw(st.integers(max_num_seqs, 12) if chunked else st.integers(24, 32))
     max_prefill = draw(st.integers(1, token_budget)) if chunked else token_budget
+    policy = draw(st.sampled_from(["fcfs", "priority"]))
+    by_priority = policy == "priority"
     return {
         "page_size": page_size,
         "num_pages": 1 + least + draw(st.integers(0, least)),
@@ -47,11 +58,21 @@ def limits(draw: st.DrawFn) -> dict[str, Any]:
         "token_budget": token_budget,
         "max_prefill_tokens": max_prefill,
         "max_model_len": MAX_MODEL_LEN,
-        "policy": draw(st.sampled_from(["fcfs", "priority"])),
+        "policy": policy,
+        "priority_ageing_s": draw(st.sampled_from([None, 1.0, 5.0])) if by_priority else None,
+        "clock": itertools.count().__next__,
         "enable_chunked_prefill": chunked,
         "enable_prefix_caching": draw(rarely(st.just(False), True)),
         "multi_step": draw(st.sampled_from([1, 4, 2, 7])),
+        "preemption": draw(st.sampled_from(["swap", "recompute", "auto"])),
+        "page_cost_tokens": draw(st.sampled_from([0.0, 0.5, 2.0])),
+        "num_host_pages": draw(st.sampled_from([64, 6, 2, 0])),
         "admission": draw(rarely(st.just(Static), Continuous))(),
+        "mixed": draw(rarely(st.just(False), True)),
+        "fair_share": draw(st.booleans()),
+        "target_tpot_s": draw(rarely(st.sampled_from([2.0, 5.0]), None)),
+        "target_ttft_s": draw(rarely(st.just(30.0), None)),
+        "cost": OneSecondPerRow(),
     }
 
 
@@ -65,6 +86,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
         "stop_ids": draw(rarely(st.frozensets(tokens, max_size=1), frozenset())),
         "min_tokens": draw(rarely(st.integers(1, 6), 0)),
         "priority": draw(st.integers(-1, 1)),
+        "key": draw(st.sampled_from("abc")),
         "seed": draw(st.integers(0, 2)),
         "cache_salt": draw(rarely(st.just(b"salt"), b"")),
         "reads_prefix_cache": draw(rarely(st.just(False), True)),

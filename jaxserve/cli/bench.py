@@ -12,6 +12,7 @@ from jaxserve.cli.base import LazyGroup
     cls=LazyGroup,
     verbs={
         "throughput": "jaxserve.cli.bench_throughput",
+        "sweep": "jaxserve.cli.bench_sweep",
         "kernels": "jaxserve.cli.bench_kernels",
         "host": "jaxserve.cli.bench_host",
         "startup": "jaxserve.cli.bench_startup",

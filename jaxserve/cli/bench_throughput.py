@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 
 import click
@@ -25,6 +26,14 @@ from jaxserve.config import EngineConfig
 @click.option("--ignore-eos", is_flag=True, help="Generate max_tokens whatever the model says.")
 @click.option("--json", is_flag=True, help="One JSON object instead of a table.")
 @click.option("--output", metavar="FILE", help="Write the JSON object here, too.")
+@click.option(
+    "--step-table", metavar="FILE", help="Write the measured step times here, for simulate."
+)
+@click.option(
+    "--cost-per-hour",
+    type=click.FloatRange(0, min_open=True),
+    help="Price of the machine, for the cost of a million output tokens.",
+)
 @log_option
 @engine_options()
 def command(
@@ -33,16 +42,25 @@ def command(
     ignore_eos: bool,
     json: bool,
     output: str | None,
+    step_table: str | None,
+    cost_per_hour: float | None,
     config: EngineConfig,
 ) -> None:
     """Submit a whole workload at once, greedy, and measure until the last token.
 
     Times are in seconds; what is unknown is null.
     """
+    from jaxserve.bench.step_table import written
     from jaxserve.bench.throughput import measure, read_workload
+    from scheduler.summary import cost_per_million_tokens
 
     requests = read_workload(workload, num_prompts)
-    report = measure(load_llm(config), requests, ignore_eos=ignore_eos)
+    llm = load_llm(config)
+    with nullcontext() if step_table is None else written(llm.engine, step_table):
+        report = measure(llm, requests, ignore_eos=ignore_eos)
+    if cost_per_hour is not None:
+        rate = report["output_tokens_per_s"]
+        report["cost_per_million_tokens"] = cost_per_million_tokens(cost_per_hour, rate)
     encoded = msgspec.json.encode(report)
     if output is not None:
         Path(output).write_bytes(encoded + b"\n")

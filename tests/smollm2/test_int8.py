@@ -66,7 +66,7 @@ def test_most_likely_tokens_of_texts_are_float32s(f32: LLM, int8: LLM) -> None:
     """Texts that the model did not write have more near ties than its own."""
     want, got = (best_tokens(llm.generate([PARA, *TEXTS], BEST)) for llm in (f32, int8))
     assert len(want) > 450
-    assert agreement(want, got) >= 0.965
+    assert agreement(want, got) >= 0.97
 
 
 @pytest.mark.parametrize("every", [4, pytest.param(1, marks=pytest.mark.slow)])

@@ -66,15 +66,16 @@ class LatencyBound:
         least = min(self.least_chunk, most)
         most = min(most, max(_GROWTH * self._most_chunk, least))
         # The largest that keeps the bound; its time grows with its size.
+        size = most  # often all of it
         while least < most:
-            middle = (least + most + 1) // 2
             work = StepWork(
-                rows=rows, chunk_tokens=middle, kv_tokens=kv_tokens + middle, num_seqs=rows + 1
+                rows=rows, chunk_tokens=size, kv_tokens=kv_tokens + size, num_seqs=rows + 1
             )
             if self.cost.seconds(work) <= self.tpot_s:
-                least = middle
+                least = size
             else:
-                most = middle - 1
+                most = size - 1
+            size = (least + most + 1) // 2
         return least
 
     def max_steps(self, rows: int, kv_tokens: int, most: int) -> int:

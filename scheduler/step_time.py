@@ -105,6 +105,9 @@ _ENOUGH = 8
 """Records of a bucket from which its own fit is better than that of all of its kind."""
 _TRUSTED = 16
 """Records from which a time far off the prediction is taken for a disturbance."""
+_REFIT = 16
+"""Records from one solution of the equations to the next: they are a good part of a step's time on
+the host, and after a few records one more changes little."""
 _FAR = 3.0
 """A time further off than this factor counts as if it were so far off."""
 _RIDGE = (1e-6, 1e-7, 1e-5, 1e-5, 1e-4)
@@ -134,18 +137,22 @@ class _Fit:
         if self.num_records >= _TRUSTED:
             expected = self.predict(features)
             seconds = min(max(seconds, expected / _FAR), expected * _FAR)
-        for i, left in enumerate(features):
-            row = self.moments[i]
-            for j, right in enumerate(features):
-                row[j] = _FORGET * row[j] + left * right
-            self.targets[i] = _FORGET * self.targets[i] + left * seconds
+        for row, left in zip(self.moments, features, strict=True):
+            row[:] = [_FORGET * m + left * x for m, x in zip(row, features, strict=True)]
+        self.targets = [
+            _FORGET * t + x * seconds for t, x in zip(self.targets, features, strict=True)
+        ]
         self.num_records += 1
-        self._coefficients = None
+        if self.num_records <= _TRUSTED or self.num_records % _REFIT == 0:
+            self._coefficients = None
 
     def predict(self, features: Sequence[float]) -> float:
-        if self._coefficients is None:
-            self._coefficients = _solve_nonnegative(self.moments, self.targets)
-        return sum(c * x for c, x in zip(self._coefficients, features, strict=True))
+        coefficients = self._coefficients or self.solve()
+        return sum(c * x for c, x in zip(coefficients, features, strict=True))
+
+    def solve(self) -> list[float]:
+        self._coefficients = _solve_nonnegative(self.moments, self.targets)
+        return self._coefficients
 
 
 class FittedCost:
@@ -286,6 +293,7 @@ def _solve(matrix: list[list[float]], right: list[float], ridge: list[float]) ->
 
 
 def _fit_to_dict(fit: _Fit) -> dict[str, Any]:
+    fit.solve()  # so that whoever reads it predicts the same
     return {
         "num_records": fit.num_records,
         "moments": [list(row) for row in fit.moments],

@@ -69,7 +69,7 @@ def compare(slots: int, requests: list[WorkloadRequest], rounds: int) -> list[di
     for number in range(1, rounds + 1):
         for policy, llm in llms.items():
             with recorded(llm.engine, learned):
-                measure(llm, calibration(number, 3 * slots), ignore_eos=True)
+                measure(llm, calibration(number, 6 * slots), ignore_eos=True)
             measured[policy].append(measure(llm, requests, ignore_eos=True))
     predicted = {
         policy: simulate_config(

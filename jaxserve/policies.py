@@ -7,13 +7,21 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any
 
 from jaxserve.config import EngineConfig
 from jaxserve.shapes import ShapeSet
 from jaxserve.stats import LatencyTargets
-from scheduler import AdmissionPolicy, Continuous, Dynamic, Static
-from scheduler.step_time import Buckets, FittedCost
+from scheduler import (
+    AdmissionPolicy,
+    BlockPool,
+    Continuous,
+    Dynamic,
+    Scheduler,
+    SchedulerConfig,
+    Static,
+    SwapSpace,
+)
+from scheduler.step_time import Buckets, FittedCost, StepCost
 
 
 def admission_policy(
@@ -40,21 +48,61 @@ def step_cost(config: EngineConfig, shapes: ShapeSet) -> FittedCost | None:
     return FittedCost(Buckets(shapes.decode_rows, shapes.chunks))
 
 
-def scheduling_limits(config: EngineConfig, shapes: ShapeSet) -> dict[str, Any]:
-    """Fields of `SchedulerConfig` that policies are made of."""
+def make_scheduler(
+    config: EngineConfig,
+    shapes: ShapeSet,
+    *,
+    clock: Callable[[], float],
+    cost: StepCost | None,
+    num_host_pages: int = 0,
+    page_cost_tokens: float = 0.0,
+) -> Scheduler:
+    """The scheduler of an engine, or of its simulation.
+
+    Args:
+        config: with nothing left open.
+        shapes: the compiled sizes.
+        clock: the time in seconds, real or virtual.
+        cost: a model of step times, for the latency bounds.
+        num_host_pages: of the swap space.
+        page_cost_tokens: see `SchedulerConfig`.
+
+    Raises:
+        ValueError: the limits contradict each other.
+    """
+    assert config.max_model_len is not None
+    assert config.num_kv_blocks is not None
+    assert config.block_size is not None
+    assert config.multi_step is not None
     most = min(shapes.max_chunk, config.max_num_batched_tokens)
     most = min(most, config.max_prefill_tokens or most)
-    return {
-        "max_prefill_tokens": most,
+    limits = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        token_budget=config.max_num_batched_tokens,
+        max_prefill_tokens=most,
+        max_model_len=config.max_model_len,
+        policy=config.scheduling_policy,  # type: ignore[arg-type]  # checked by EngineConfig
+        priority_ageing_s=config.priority_ageing_s,
+        fair_share=config.fair_share,
+        mixed=config.mixed,
         # A smaller chunk is padded to this, and takes as long.
-        "min_prefill_tokens": min(shapes.chunks[0], most),
-        "mixed": config.mixed,
-        "policy": config.scheduling_policy,
-        "priority_ageing_s": config.priority_ageing_s,
-        "fair_share": config.fair_share,
-        "target_ttft_s": _seconds(config.target_ttft_ms),
-        "target_tpot_s": _seconds(config.target_tpot_ms),
-    }
+        min_prefill_tokens=min(shapes.chunks[0], most),
+        target_ttft_s=_seconds(config.target_ttft_ms),
+        target_tpot_s=_seconds(config.target_tpot_ms),
+        enable_chunked_prefill=config.enable_chunked_prefill,
+        enable_prefix_caching=config.enable_prefix_caching,
+        preemption=config.preemption,  # type: ignore[arg-type]  # checked by EngineConfig
+        page_cost_tokens=page_cost_tokens,
+        multi_step=config.multi_step,
+    )
+    return Scheduler(
+        limits,
+        BlockPool(config.num_kv_blocks, config.block_size),
+        admission_policy(config, clock),
+        SwapSpace(num_host_pages),
+        clock=clock,
+        cost=cost,
+    )
 
 
 def _seconds(milliseconds: float | None) -> float | None:

@@ -33,20 +33,18 @@ from jaxserve.loading import (
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.llama import Params
 from jaxserve.phases import Phases
-from jaxserve.policies import admission_policy, latency_targets, scheduling_limits, step_cost
+from jaxserve.policies import latency_targets, make_scheduler, step_cost
 from jaxserve.progress import Progress
 from jaxserve.runner import Runner
 from jaxserve.served_weights import served_weights
-from jaxserve.shapes import ShapeSet, shape_set
+from jaxserve.shapes import shape_set
 from jaxserve.spec import StepSpec
 from jaxserve.step import MULTI_STEP
-from jaxserve.swap import SwapSizes, page_cost_tokens, swap_sizes
+from jaxserve.swap import page_cost_tokens, swap_sizes
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import CANONICAL, WeightLayout, load_cpu_kernels, weight_layout
 from pallas_kernels import Implementation, KVLayout
 from pallas_kernels.tuning import Sizes
-from scheduler import BlockPool, Scheduler, SchedulerConfig, SwapSpace
-from scheduler.step_time import StepCost
 
 log = logging.getLogger(__name__)
 
@@ -155,7 +153,14 @@ def assemble(
     cost = step_cost(config, shapes)
     engine = Engine(
         runner,
-        _scheduler(config, shapes, swap, page_cost_tokens(spec, device.platform), cost),
+        make_scheduler(
+            config,
+            shapes,
+            clock=time.monotonic,
+            cost=cost,
+            num_host_pages=swap.num_pages,
+            page_cost_tokens=page_cost_tokens(spec, device.platform),
+        ),
         tokenizer,
         end_ids=end_ids,
         seed=config.seed,
@@ -190,39 +195,6 @@ def _spec(
         prefill=tuned.prefill,
         attention=implementation.name,
         max_steps=config.multi_step,
-    )
-
-
-def _scheduler(
-    config: EngineConfig,
-    shapes: ShapeSet,
-    swap: SwapSizes,
-    page_cost: float,
-    cost: StepCost | None,
-) -> Scheduler:
-    assert config.max_model_len is not None
-    assert config.num_kv_blocks is not None
-    assert config.block_size is not None
-    assert config.multi_step is not None
-    limits = SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
-        token_budget=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        enable_chunked_prefill=config.enable_chunked_prefill,
-        enable_prefix_caching=config.enable_prefix_caching,
-        multi_step=config.multi_step,
-        preemption=config.preemption,  # type: ignore[arg-type]  # checked by EngineConfig
-        page_cost_tokens=page_cost,
-        **scheduling_limits(config, shapes),
-    )
-    pool = BlockPool(config.num_kv_blocks, config.block_size)
-    return Scheduler(
-        limits,
-        pool,
-        admission_policy(config),
-        SwapSpace(swap.num_pages),
-        clock=time.monotonic,
-        cost=cost,
     )
 
 

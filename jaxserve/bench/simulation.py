@@ -10,11 +10,11 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from jaxserve import policies
 from jaxserve.bench.throughput import read_workload
 from jaxserve.config import EngineConfig, load_profile
-from jaxserve.policies import admission_policy, scheduling_limits
 from jaxserve.shapes import ShapeSet, shape_set
-from scheduler import BlockPool, Dynamic, Scheduler, SchedulerConfig
+from scheduler import Scheduler
 from scheduler.simulator import Simulation, VirtualClock, simulate
 from scheduler.step_time import (
     Buckets,
@@ -90,24 +90,9 @@ def make_scheduler(
     Raises:
         ValueError: the limits contradict each other.
     """
-    assert config.max_model_len is not None
-    assert config.num_kv_blocks is not None
-    assert config.block_size is not None
-    assert config.multi_step is not None
-    limits = SchedulerConfig(
-        max_num_seqs=config.max_num_seqs,
-        token_budget=config.max_num_batched_tokens,
-        max_model_len=config.max_model_len,
-        enable_chunked_prefill=config.enable_chunked_prefill,
-        enable_prefix_caching=config.enable_prefix_caching,
-        multi_step=config.multi_step,
-        **scheduling_limits(config, ShapeSet(buckets.rows, buckets.chunks)),
-    )
-    admission = admission_policy(config)
-    if config.batching == "dynamic":
-        admission = Dynamic(config.dynamic_window_ms / 1e3, clock)
-    pool = BlockPool(config.num_kv_blocks, config.block_size)
-    return Scheduler(limits, pool, admission, clock=clock, cost=cost)
+    shapes = ShapeSet(buckets.rows, buckets.chunks)
+    config = replace(config, preemption="recompute")
+    return policies.make_scheduler(config, shapes, clock=clock, cost=cost)
 
 
 def completed(config: EngineConfig, cost: StepCost) -> EngineConfig:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from jaxserve import LLM, SamplingParams
+from jaxserve.drive import run_all
+from jaxserve.engine import Engine
 from jaxserve.outputs import RequestOutput
+from jaxserve.policies import make_scheduler
 from tests.smollm2.para import MEAN_NLL, PARA
 
 REQUESTS = json.loads((Path(__file__).parent / "workload.json").read_text())
@@ -39,6 +44,31 @@ def test_exact_counts(bf16: LLM, together: list[RequestOutput]) -> None:
     assert IDEAL_STEPS <= stats.steps <= 560
     assert stats.compilations_after_ready == 0
     bf16.engine.check()
+
+
+@pytest.mark.parametrize("batching", ["static", pytest.param("dynamic", marks=pytest.mark.slow)])
+def test_other_policies_say_the_same_in_more_steps(
+    bf16: LLM, together: list[RequestOutput], batching: str
+) -> None:
+    """On the same executables.  Exact counts are in tests/scheduler/test_policies.py."""
+    runner = bf16.engine.runner
+    config = replace(bf16.config, batching=batching)
+    engine = Engine(
+        runner,
+        make_scheduler(config, runner.shapes, clock=time.monotonic, cost=None),
+        bf16.tokenizer,
+        end_ids=frozenset(),
+        seed=0,
+        asynchronous=True,
+    )
+    ids = [engine.submit(r["prompt_token_ids"], _params(r["max_tokens"])) for r in REQUESTS]
+    outputs = {output.request_id: output for output in run_all(engine)}
+    bf16.engine.scheduler.reset_prefix_cache()  # its pages were written by this engine
+    for request_id, want in zip(ids, together, strict=True):
+        assert outputs[request_id].outputs[0].token_ids == want.outputs[0].token_ids
+    stats = engine.stats()
+    assert stats.compilations_after_ready == 0
+    assert stats.steps >= 1.8 * 560
 
 
 def _assert_same_as_solo(llm: LLM, output: RequestOutput) -> None:

@@ -29,11 +29,12 @@ from jaxserve.request import Request, Sample, delta, finish_sample, logprob_entr
 from jaxserve.runner import Runner, Ticket
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.shapes import StepShape
-from jaxserve.stats import WAIT, EngineStats, LatencyTargets, StepMeter, Stopwatch
+from jaxserve.stats import WAIT, EngineStats, StepMeter, Stopwatch
 from jaxserve.stop_strings import StopStrings
 from jaxserve.tokenizer import Tokenizer
 from scheduler import FinishReason, ScheduledTokens, Scheduler, Sequence, StepPlan
 from scheduler.step_time import FittedCost, StepWork
+from scheduler.summary import Bounds
 
 LONGEST_REST_S = 0.005
 """Longest sleep of one turn of the loop, so that its caller can submit or abort in between."""
@@ -65,7 +66,7 @@ class Engine:
         seed: int,
         asynchronous: bool,
         step_cost: FittedCost | None = None,
-        targets: LatencyTargets | None = None,
+        targets: Bounds | None = None,
     ) -> None:
         """Take over a ready runner.
 
@@ -447,7 +448,8 @@ class Engine:
         if sample.request.finished:
             sample.request.stamp_end(time.monotonic())
             if self._targets is not None and reason in _GOOD:
-                self._meter.num_in_bounds += self._targets.are_met(sample.request.metrics)
+                metrics = sample.request.metrics
+                self._meter.num_in_bounds += self._targets.hold(metrics.ttft, metrics.tpot)
         return text
 
     def _read_prompts(self, flight: _Flight) -> StepOutput | None:

@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 from jaxserve.config import EngineConfig
 from jaxserve.shapes import ShapeSet
-from jaxserve.stats import LatencyTargets
 from scheduler import (
     AdmissionPolicy,
     BlockPool,
@@ -22,6 +21,7 @@ from scheduler import (
     SwapSpace,
 )
 from scheduler.step_time import Buckets, FittedCost, StepCost
+from scheduler.summary import Bounds
 
 
 def admission_policy(
@@ -35,10 +35,10 @@ def admission_policy(
     return Continuous()
 
 
-def latency_targets(config: EngineConfig) -> LatencyTargets | None:
+def latency_targets(config: EngineConfig) -> Bounds | None:
     """The bounds that requests are to meet; None without any."""
-    targets = LatencyTargets(_seconds(config.target_ttft_ms), _seconds(config.target_tpot_ms))
-    return targets if targets.ttft_s is not None or targets.tpot_s is not None else None
+    targets = Bounds(_seconds(config.target_ttft_ms), _seconds(config.target_tpot_ms))
+    return targets if targets.any else None
 
 
 def step_cost(config: EngineConfig, shapes: ShapeSet) -> FittedCost | None:

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jaxserve.outputs import RequestMetrics
 from jaxserve.shapes import StepShape
 from scheduler import StepPlan
 
@@ -55,25 +54,6 @@ class EngineStats:
         if self.num_in_bounds is None or not self.elapsed_s:
             return None
         return self.num_in_bounds / self.elapsed_s
-
-
-@dataclass(frozen=True, slots=True)
-class LatencyTargets:
-    """Bounds that a request is to meet, in seconds; None for none."""
-
-    ttft_s: float | None
-    """To the first token, from its submission."""
-    tpot_s: float | None
-    """Mean time per output token after the first."""
-
-    def are_met(self, metrics: RequestMetrics) -> bool:
-        """Whether a finished request met both."""
-        return _within(metrics.ttft, self.ttft_s) and _within(metrics.tpot, self.tpot_s)
-
-
-def _within(value: float | None, bound: float | None) -> bool:
-    """What was not measured did not happen, and took no time."""
-    return value is None or bound is None or value <= bound
 
 
 class Stopwatch:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from scheduler.queues import RankHeap
-from scheduler.sequence import Sequence
+from scheduler.sequence import Rank, Sequence
 
 OUTPUT_WEIGHT = 2
 """An output token counts as much service as so many prompt tokens (as in the paper)."""
@@ -39,6 +39,7 @@ class FairQueue:
         self._num_pushed = 0
         self._level = 0.0  # the counter of the key that was the last to stop waiting
         self._num_waiting = 0
+        self._num_started = 0
         self._most_counters = 1024
 
     def __len__(self) -> int:
@@ -68,6 +69,14 @@ class FairQueue:
         if not queue:
             del self._queues[seq.key]
             self._level = self._served[seq.key]
+
+    def rank_of_admitted(self, seq: Sequence) -> Rank:
+        """From its first admission on by the order of those: who came first may be passed over."""
+        first, is_new, _ = seq.rank
+        if not is_new:
+            return seq.rank
+        self._num_started += 1
+        return first, 0, self._num_started
 
     def serve(self, key: str, prompt_tokens: int, output_tokens: int) -> None:
         """Count what a key is being given."""

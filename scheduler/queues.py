@@ -72,6 +72,14 @@ class WaitingQueue(Protocol):
         """Take `seq` out, first or not."""
         ...
 
+    def rank_of_admitted(self, seq: Sequence) -> Rank:
+        """The rank that a sequence which was just removed runs with."""
+        ...
+
+    def serve(self, key: str, prompt_tokens: int, output_tokens: int) -> None:
+        """Told what a key is being given."""
+        ...
+
     def check(self) -> None:
         """Assert the queue's own invariants."""
         ...
@@ -116,6 +124,13 @@ class RankHeap:
         if len(self._heap) > 2 * len(self._tickets) + 16:
             self._heap = [item for item in self._heap if not self._is_gone(item)]
             heapq.heapify(self._heap)
+
+    def rank_of_admitted(self, seq: Sequence) -> Rank:
+        """The one it waited with."""
+        return seq.rank
+
+    def serve(self, key: str, prompt_tokens: int, output_tokens: int) -> None:
+        """Nothing to remember."""
 
     def check(self) -> None:
         """Assert that the heap has everybody once, with the rank that it has now."""

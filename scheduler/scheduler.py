@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from scheduler.block_pool import BlockPool
 from scheduler.config import SchedulerConfig
 from scheduler.fair_share import FairQueue
-from scheduler.latency import LatencyBound
+from scheduler.latency import LatencyBound, Unbounded
 from scheduler.plan import ScheduledTokens, StepPlan, Update
 from scheduler.policy import AdmissionPolicy, Continuous, precedence
 from scheduler.prefix_cache import PrefixCache
@@ -77,8 +77,7 @@ class Scheduler:
         config.check_helpers(has_clock=clock is not None, has_cost=cost is not None)
         self.config = config
         self.pool = pool
-        self._fair = FairQueue() if config.fair_share else None
-        self.waiting: WaitingQueue = RankHeap() if self._fair is None else self._fair
+        self.waiting: WaitingQueue = FairQueue() if config.fair_share else RankHeap()
         self.running = SeniorityQueue()
         self.stats = SchedulerStats()
         self._admission = Continuous() if admission is None else admission
@@ -91,7 +90,6 @@ class Scheduler:
         self._clock = clock or _no_time
         self._bound = _latency_bound(config, cost)
         self._num_added = 0
-        self._num_started = 0
 
     @property
     def has_work(self) -> bool:
@@ -191,8 +189,7 @@ class Scheduler:
             failed: entries whose logits were not finite, after the tokens that they sampled.
                 Their sequences end with "error".
         """
-        if self._bound is not None:
-            self._bound.saw(plan)
+        self._bound.saw(plan)
         accepted: list[tuple[int, int]] = []
         finished: list[Sequence] = []
         for index, (entry, tokens) in enumerate(zip(plan.entries, sampled, strict=True)):
@@ -285,13 +282,9 @@ class Scheduler:
         nobody_prefills = num_decodes == self.num_running and not (
             self.num_waiting and self._free_slots
         )
-        if self._bound is None or nobody_prefills:
+        if nobody_prefills:
             return most
-        return self._bound.max_chunk(rows, num_waiting, self._num_computed(), most)
-
-    def _num_computed(self) -> int:
-        """Keys that a step of all running sequences reads."""
-        return sum(seq.num_computed for seq in self.running)
+        return self._bound.max_chunk(rows, num_waiting, self.running, most)
 
     def _continue(
         self,
@@ -332,8 +325,7 @@ class Scheduler:
         if self.num_waiting > 0:
             most = lefts[-1] if self._slots_stay_taken(seqs) else 1
         num_steps = min(self.config.multi_step, most)
-        if self._bound is not None:
-            num_steps = self._bound.max_steps(len(seqs), self._num_computed(), num_steps)
+        num_steps = self._bound.max_steps(len(seqs), self.running, num_steps)
         while num_steps > 1 and self._num_missing(seqs, num_steps) > self.pool.num_free:
             num_steps -= 1
         return num_steps
@@ -382,8 +374,7 @@ class Scheduler:
         )
         seq.num_computed += count
         seq.num_in_flight += entry.num_samples
-        if self._fair is not None:
-            self._fair.serve(seq.key, 0, entry.num_samples)
+        self.waiting.serve(seq.key, 0, entry.num_samples)
         return entry
 
     def _admit(self, prefill_budget: int) -> ScheduledTokens | None:
@@ -396,25 +387,16 @@ class Scheduler:
         if seq.num_in_flight > 0:
             return None  # preempted just now: its last token is not known yet
         hits = self._prefix_cache.match(seq) if self._reads_cache(seq) else []
-        if not self._fits_now(seq, hits, prefill_budget) or not self._keeps_bound(seq):
+        fits = self._fits_now(seq, hits, prefill_budget)
+        if not fits or not self._bound.may_join(seq, self.running):
             return None
         is_new = seq.status is Status.WAITING
-        if is_new and self._fair is not None:
-            # From now on by the order of admission: who came first may have been passed over.
-            seq.rank = (seq.rank[0], 0, self._num_started)
-            self._num_started += 1
         self._place(seq, hits)
-        if is_new and self._fair is not None:
-            self._fair.serve(seq.key, seq.num_prompt - seq.num_computed, 0)
+        if is_new:
+            self.waiting.serve(seq.key, seq.num_prompt - seq.num_computed, 0)
         count = min(seq.num_prefill, prefill_budget)
         num_missing = self.pool.num_missing(seq.block_table, seq.num_computed + count)
         return self._advance(seq, count, num_missing)
-
-    def _keeps_bound(self, seq: Sequence) -> bool:
-        """Whether a decode step with `seq` in it would keep the latency bound."""
-        if self._bound is None:
-            return True
-        return self._bound.may_join(self.num_running + 1, self._num_computed() + seq.num_tokens)
 
     def _reads_cache(self, seq: Sequence) -> bool:
         return self.config.enable_prefix_caching and seq.reads_prefix_cache
@@ -434,6 +416,7 @@ class Scheduler:
     def _place(self, seq: Sequence, hits: list[int]) -> None:
         """Give a waiting sequence a slot and the pages of its cached prefix."""
         self.waiting.remove(seq)
+        seq.rank = self.waiting.rank_of_admitted(seq)
         self.pool.share(hits)
         seq.block_table += hits
         seq.num_computed = len(hits) * self.pool.page_size
@@ -520,7 +503,7 @@ def _no_time() -> float:
     return 0.0
 
 
-def _latency_bound(config: SchedulerConfig, cost: StepCost | None) -> LatencyBound | None:
+def _latency_bound(config: SchedulerConfig, cost: StepCost | None) -> LatencyBound | Unbounded:
     if cost is None or (config.target_ttft_s is None and config.target_tpot_s is None):
-        return None
+        return Unbounded()
     return LatencyBound(cost, config.target_tpot_s, config.target_ttft_s, config.min_prefill_tokens)

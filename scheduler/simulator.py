@@ -17,7 +17,7 @@ from scheduler.plan import ScheduledTokens, StepPlan
 from scheduler.scheduler import Scheduler, SchedulerStats
 from scheduler.sequence import Sequence
 from scheduler.step_time import Buckets, StepCost, StepWork
-from scheduler.summary import Bounds, summarise
+from scheduler.summary import Bounds, over, summarise
 from scheduler.trace import Arrival, Arrivals, Listed
 
 _TOKEN, _STOP = 0, 1
@@ -139,6 +139,19 @@ class KVUse:
     """Positions they would hold if each had `max_model_len` of its own."""
     held_pages: int = 0
     """Pages with an owner; a shared page counts once."""
+
+    def waste(self) -> dict[str, float | None]:
+        """Which share of what sequences hold is not in use.
+
+        `kv_waste_if_reserved` is that share for a server that reserves `max_model_len` for each.
+        """
+        return {
+            "kv_waste": over(self.table_tokens - self.used_tokens, self.table_tokens),
+            "kv_waste_tokens_per_seq": over(self.table_tokens - self.used_tokens, self.seqs),
+            "kv_waste_if_reserved": over(
+                self.reserved_tokens - self.used_tokens, self.reserved_tokens
+            ),
+        }
 
     def count(self, scheduler: Scheduler, num_steps: int) -> None:
         """Count the state that a plan of so many iterations leaves."""

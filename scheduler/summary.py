@@ -12,7 +12,7 @@ from math import floor
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scheduler.simulator import KVUse, SimulatedRequest, Simulation
+    from scheduler.simulator import KVUse, Simulation
 
 PERCENTILES = (50, 90, 99)
 
@@ -71,14 +71,14 @@ def summarise(simulation: Simulation) -> dict[str, Any]:
         "prompt_tokens": sum(request.arrival.num_prompt for request in requests),
         "output_tokens": output_tokens,
         "wall_s": wall_s,
-        "output_tokens_per_s": _over(output_tokens, wall_s),
-        "requests_per_s": _over(len(requests), wall_s),
+        "output_tokens_per_s": over(output_tokens, wall_s),
+        "requests_per_s": over(len(requests), wall_s),
         "steps": num_steps,
         "dispatches": len(steps),
-        "step_s": _over(busy_s, num_steps),
-        "device_busy_share": _over(busy_s, wall_s),
-        "slot_utilisation": _over(output_tokens, num_steps * simulation.num_slots),
-        "padded_share": _over(padded - sum(step.tokens for step in steps), padded),
+        "step_s": over(busy_s, num_steps),
+        "device_busy_share": over(busy_s, wall_s),
+        "slot_utilisation": over(output_tokens, num_steps * simulation.num_slots),
+        "padded_share": over(padded - sum(step.tokens for step in steps), padded),
         "discarded_tokens": stats.discarded_tokens,
         "preemptions": stats.num_preemptions,
         "prefix_query_tokens": stats.prefix_query_tokens,
@@ -88,7 +88,7 @@ def summarise(simulation: Simulation) -> dict[str, Any]:
         **spread("tpot", _known([request.tpot_s for request in requests])),
         **spread("itl", [gap for request in requests for gap in request.itl_s]),
         **spread("e2e", _known([request.e2e_s for request in requests])),
-        **_goodput(simulation.bounds, requests, wall_s),
+        **goodput(simulation.bounds, [(r.ttft_s, r.tpot_s) for r in requests], wall_s),
     }
 
 
@@ -102,30 +102,31 @@ def cost_per_million_tokens(
 
 
 def _kv(kv: KVUse, num_steps: int, simulation: Simulation) -> dict[str, float | None]:
-    """How full the pool was, and which share of what sequences hold is not in use.
-
-    `kv_waste_if_reserved` is that share for a server that reserves `max_model_len` for each.
-    """
+    """How full the pool was, and how much of what sequences hold was not in use."""
     peak = max((step.held_pages for step in simulation.steps), default=0)
     return {
-        "kv_page_use": _over(kv.held_pages, num_steps * simulation.num_pages),
-        "kv_page_use_peak": _over(peak, simulation.num_pages),
-        "kv_waste": _over(kv.table_tokens - kv.used_tokens, kv.table_tokens),
-        "kv_waste_tokens_per_seq": _over(kv.table_tokens - kv.used_tokens, kv.seqs),
-        "kv_waste_if_reserved": _over(kv.reserved_tokens - kv.used_tokens, kv.reserved_tokens),
+        "kv_page_use": over(kv.held_pages, num_steps * simulation.num_pages),
+        "kv_page_use_peak": over(peak, simulation.num_pages),
+        **kv.waste(),
     }
 
 
-def _goodput(
-    bounds: Bounds, requests: Sequence[SimulatedRequest], wall_s: float
+def goodput(
+    bounds: Bounds, latencies: Sequence[tuple[float | None, float | None]], wall_s: float
 ) -> dict[str, float | None]:
-    """Requests per second that kept the bounds (DistServe, OSDI '24), and their share."""
+    """Requests per second that kept the bounds (DistServe, OSDI '24), and their share.
+
+    Args:
+        bounds: to keep; without any there is no goodput.
+        latencies: TTFT and TPOT of each request.
+        wall_s: seconds in which they were served.
+    """
     if not bounds.any:
         return {"goodput_requests_per_s": None, "goodput_share": None}
-    num_good = sum(bounds.hold(request.ttft_s, request.tpot_s) for request in requests)
+    num_good = sum(bounds.hold(ttft_s, tpot_s) for ttft_s, tpot_s in latencies)
     return {
-        "goodput_requests_per_s": _over(num_good, wall_s),
-        "goodput_share": _over(num_good, len(requests)),
+        "goodput_requests_per_s": over(num_good, wall_s),
+        "goodput_share": over(num_good, len(latencies)),
     }
 
 
@@ -133,5 +134,6 @@ def _known(values: Sequence[float | None]) -> list[float]:
     return [value for value in values if value is not None]
 
 
-def _over(value: float, whole: float) -> float | None:
+def over(value: float, whole: float) -> float | None:
+    """A share or a rate; None of nothing."""
     return value / whole if whole else None

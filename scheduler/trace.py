@@ -205,21 +205,6 @@ def gamma(
     return arrivals
 
 
-def closed_loop(
-    num_requests: int,
-    num_users: int,
-    *,
-    prompt: Length,
-    output: Length,
-    think_s: float = 0.0,
-    seed: int = 0,
-) -> ClosedLoop:
-    """A fixed number of users who wait for their answers; see `ClosedLoop`."""
-    return ClosedLoop(
-        num_requests, num_users, prompt=prompt, output=output, think_s=think_s, seed=seed
-    )
-
-
 def read_jsonl(path: str | Path) -> list[Arrival]:
     """Read a trace: a JSON object per line with the fields of `Arrival`.
 

@@ -19,7 +19,7 @@ from jaxserve.drive import take_finished
 from jaxserve.outputs import RequestMetrics, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from scheduler.simulator import KVUse
-from scheduler.summary import Bounds, cost_per_million_tokens, spread
+from scheduler.summary import Bounds, cost_per_million_tokens, goodput, spread
 from scheduler.trace import Arrival
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def measure_load(
         "max_num_seqs": llm.config.max_num_seqs,
         **report,
         **_request_figures([output.metrics for output in outputs], report["wall_s"], bounds),
-        **_kv_figures(kv),
+        **kv.waste(),
         "cost_per_million_tokens": cost_per_million_tokens(
             cost_per_hour, report["output_tokens_per_s"]
         ),
@@ -112,26 +112,13 @@ def measure_load(
 def _request_figures(
     metrics: Sequence[RequestMetrics], wall_s: float, bounds: Bounds
 ) -> dict[str, float | None]:
-    num_good = sum(bounds.hold(m.ttft, m.tpot) for m in metrics)
     return {
         "requests_per_s": len(metrics) / wall_s if wall_s else None,
         **spread("ttft", [m.ttft for m in metrics if m.ttft is not None]),
         **spread("tpot", [m.tpot for m in metrics if m.tpot is not None]),
         **spread("itl", [gap for m in metrics for gap in m.itl]),
         **spread("e2e", [m.e2e for m in metrics if m.e2e is not None]),
-        "goodput_requests_per_s": num_good / wall_s if bounds.any and wall_s else None,
-        "goodput_share": num_good / len(metrics) if bounds.any and metrics else None,
-    }
-
-
-def _kv_figures(kv: KVUse) -> dict[str, float | None]:
-    """Shares of what sequences hold that is not in use, by pages and if it were reserved."""
-    if kv.seqs == 0:
-        return dict.fromkeys(("kv_waste", "kv_waste_tokens_per_seq", "kv_waste_if_reserved"))
-    return {
-        "kv_waste": 1 - kv.used_tokens / kv.table_tokens,
-        "kv_waste_tokens_per_seq": (kv.table_tokens - kv.used_tokens) / kv.seqs,
-        "kv_waste_if_reserved": 1 - kv.used_tokens / kv.reserved_tokens,
+        **goodput(bounds, [(m.ttft, m.tpot) for m in metrics], wall_s),
     }
 
 

@@ -169,7 +169,7 @@ def _arrivals(options: Mapping[str, Any]) -> Arrivals | list[Arrival]:
         return trace.gamma(count, rate, cv=options["burstiness"], **lengths)
     if kind == "closed-loop":
         think_s = options["think_ms"] / 1e3
-        return trace.closed_loop(count, options["num_users"], think_s=think_s, **lengths)
+        return trace.ClosedLoop(count, options["num_users"], think_s=think_s, **lengths)
     return trace.at_once(count, **lengths)
 
 

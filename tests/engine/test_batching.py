@@ -20,9 +20,9 @@ from jaxserve.engine import LONGEST_REST_S, Engine
 from jaxserve.outputs import RequestMetrics
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.startup import assemble
-from jaxserve.stats import LatencyTargets
 from scheduler import AdmissionPolicy, BlockPool, Continuous, Dynamic, Scheduler, Static
 from scheduler.step_time import FittedCost, StepWork
+from scheduler.summary import Bounds
 from tests.engine.mini import Mini, greedy, prompts, random_params, run, tokens
 
 WORKLOAD = json.loads((Path(__file__).parents[1] / "smollm2" / "workload.json").read_text())
@@ -39,7 +39,7 @@ def under(
     *,
     asynchronous: bool = True,
     step_cost: FittedCost | None = None,
-    targets: LatencyTargets | None = None,
+    targets: Bounds | None = None,
     **limits: Any,
 ) -> Engine:
     """Another engine on the same runner, with a policy and further limits."""
@@ -202,14 +202,12 @@ def test_a_bound_nobody_can_keep_changes_no_token(
 @pytest.mark.parametrize(
     ("targets", "share"),
     [
-        (LatencyTargets(1e9, 1e9), 1.0),
-        (LatencyTargets(1e-9, None), 0.0),
-        (LatencyTargets(None, 1e-9), 1 / 14),  # of one token only: no time per further one
+        (Bounds(1e9, 1e9), 1.0),
+        (Bounds(1e-9, None), 0.0),
+        (Bounds(None, 1e-9), 1 / 14),  # of one token only: no time per further one
     ],
 )
-def test_goodput_counts_who_met_the_bounds(
-    mini: Mini, targets: LatencyTargets, share: float
-) -> None:
+def test_goodput_counts_who_met_the_bounds(mini: Mini, targets: Bounds, share: float) -> None:
     engine = under(mini.engine(), targets=targets)
     asked = requests()
     asked[3] = (asked[3][0], greedy(1))
@@ -226,7 +224,7 @@ def test_goodput_counts_who_met_the_bounds(
 
 
 def test_an_aborted_request_is_no_goodput(mini: Mini) -> None:
-    engine = under(mini.engine(), targets=LatencyTargets(1e9, 1e9))
+    engine = under(mini.engine(), targets=Bounds(1e9, 1e9))
     ids = [engine.submit(prompt, params) for prompt, params in requests(3)]
     engine.step()
     engine.abort(ids[0])
@@ -253,7 +251,7 @@ def test_without_bounds_there_is_no_goodput(mini: Mini) -> None:
 )
 def test_bounds_are_inclusive_and_of_the_mean(ttft: float, itl: list[float], is_good: bool) -> None:
     metrics = RequestMetrics(arrival_time=0.0, ttft=ttft, itl=itl)
-    assert LatencyTargets(0.1, 0.02).are_met(metrics) == is_good
+    assert Bounds(0.1, 0.02).hold(metrics.ttft, metrics.tpot) == is_good
 
 
 # From the configuration

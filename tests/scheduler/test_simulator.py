@@ -18,8 +18,8 @@ from scheduler.step_time import Buckets, StepWork
 from scheduler.summary import Bounds, cost_per_million_tokens, percentile
 from scheduler.trace import (
     Arrival,
+    ClosedLoop,
     at_once,
-    closed_loop,
     fixed,
     gamma,
     pareto,
@@ -187,7 +187,7 @@ def test_an_end_by_a_token_costs_a_step_in_flight() -> None:
 
 
 def test_a_closed_loop_keeps_its_users() -> None:
-    source = closed_loop(50, 3, prompt=fixed(4), output=uniform(2, 9), think_s=5.0, seed=2)
+    source = ClosedLoop(50, 3, prompt=fixed(4), output=uniform(2, 9), think_s=5.0, seed=2)
     result = simulate(scheduler(), source, PerStep())
     assert len(result.requests) == 50
     assert max(len(step.slots) + step.waiting for step in result.steps) == 3

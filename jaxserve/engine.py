@@ -23,6 +23,7 @@ from jaxserve.carry import SlotPacker
 from jaxserve.compilations import CompileCounter
 from jaxserve.detokenizer import Detokenizer
 from jaxserve.models.llama import Params
+from jaxserve.observer import Observer, StepRecord
 from jaxserve.outputs import Delta, RequestMetrics, RequestOutput
 from jaxserve.report import StepOutput
 from jaxserve.request import Request, Sample, delta, finish_sample, logprob_entry
@@ -93,6 +94,8 @@ class Engine:
         self._samples: dict[Sequence, Sample] = {}
         self._fresh_ids = (f"request-{n}" for n in itertools.count(1))
         self.step_cost = step_cost
+        self.observer = Observer()
+        """Whoever counts; see `jaxserve.observer`."""
         self._targets = targets
         self._stopwatch = Stopwatch()
         self._meter = StepMeter(runner.spec.sizes.num_slots)
@@ -394,6 +397,19 @@ class Engine:
         update = self.scheduler.update(plan, tokens, failed)
         self._meter.mark("update")
         self._meter.count(plan, flight.shape, num_steps, tokens)
+        self.observer.on_step(
+            StepRecord(
+                shape=str(flight.shape),
+                num_steps=num_steps,
+                device_s=seconds,
+                host_s=self._meter.turn_host_s,
+                num_chunk_tokens=plan.num_chunk_tokens,
+                num_sampled=sum(map(len, tokens)),
+                num_rows=num_steps * flight.shape.tokens,
+                num_running=self.scheduler.num_running,
+                num_waiting=self.scheduler.num_waiting,
+            )
+        )
         now = time.monotonic()
         deltas = []
         for row, count in update.accepted:
@@ -423,7 +439,7 @@ class Engine:
                 self.scheduler.cut(seq, len(tokens) - num_taken)
                 break
         self._meter.output_tokens += num_taken
-        sample.request.stamp_tokens(sample, num_taken, now)
+        self.observer.on_tokens(*sample.request.stamp_tokens(sample, num_taken, now))
         if seq.finish_reason is not None:
             text += self._close(sample, seq.finish_reason)
         return delta(sample, text, tuple(tokens[:num_taken]))
@@ -447,6 +463,7 @@ class Engine:
         del self._samples[sample.seq]
         if sample.request.finished:
             sample.request.stamp_end(time.monotonic())
+            self.observer.on_end(sample.request.output())
             if self._targets is not None and reason in _GOOD:
                 metrics = sample.request.metrics
                 self._meter.num_in_bounds += self._targets.hold(metrics.ttft, metrics.tpot)

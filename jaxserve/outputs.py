@@ -107,3 +107,7 @@ class Delta:
     begin a stop string are held back."""
     token_ids: tuple[int, ...]
     finish_reason: str | None
+    stop_reason: int | str | None = None
+    """See `CompletionOutput`; set with the finish reason."""
+    logprobs: tuple[dict[int, Logprob], ...] | None = None
+    """One entry for each of `token_ids`, if the request asks for them."""

@@ -106,15 +106,24 @@ class Request:
             error=self.error,
         )
 
-    def stamp_tokens(self, sample: Sample, count: int, now: float) -> None:
-        """Record the time of a sample's next tokens, which one dispatch gave."""
+    def stamp_tokens(
+        self, sample: Sample, count: int, now: float
+    ) -> tuple[float | None, list[float]]:
+        """Record the time of a sample's next tokens, which one dispatch gave.
+
+        Returns:
+            TTFT if they are the request's first, and the gap before each of them but a first.
+        """
+        ttft = None
         if self.metrics.ttft is None:
-            self.metrics.ttft = now - self.metrics.arrival_time
+            ttft = self.metrics.ttft = now - self.metrics.arrival_time
+        since = now if sample.last_token_time is None else sample.last_token_time
+        gaps = [now - since] + [0.0] * (count - 1)
+        gaps = gaps[sample.last_token_time is None :]
         if sample.index == 0:
-            since = now if sample.last_token_time is None else sample.last_token_time
-            gaps = [now - since] + [0.0] * (count - 1)
-            self.metrics.itl += gaps[sample.last_token_time is None :]
-            sample.last_token_time = now
+            self.metrics.itl += gaps
+        sample.last_token_time = now
+        return ttft, gaps
 
     def stamp_end(self, now: float) -> None:
         """Record the end of the last sample."""
@@ -133,11 +142,20 @@ def finish_sample(sample: Sample, reason: FinishReason) -> str:
 
 
 def delta(sample: Sample, text: str, token_ids: tuple[int, ...]) -> Delta:
-    """Record new text and describe the change."""
+    """Record new text and describe the change, the newest `token_ids` being part of it."""
     if text:
         sample.text.append(text)
-    request_id = sample.request.request_id
-    return Delta(request_id, sample.index, text, token_ids, sample.finish_reason)
+    wants = sample.request.params.logprobs is not None
+    newest = sample.logprobs[len(sample.logprobs) - len(token_ids) :]
+    return Delta(
+        request_id=sample.request.request_id,
+        index=sample.index,
+        text=text,
+        token_ids=token_ids,
+        finish_reason=sample.finish_reason,
+        stop_reason=sample.stop_reason,
+        logprobs=tuple(newest) if wants else None,
+    )
 
 
 def logprob_entry(

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from jaxserve.structured import StructuredOutputsParams
+
 MAX_LOGIT_BIAS = 300
 """Most entries of `logit_bias`: OpenAI's documented limit, and the size of the device array."""
 MAX_STOP_IDS = 64
@@ -34,7 +36,8 @@ class SamplingParams:
     `max_tokens=None` generates up to the context limit; a larger value than fits is cut there,
     with finish reason "length".  `min_tokens` holds back every end token, and stop strings are
     not looked for before it.  `logprobs=k` reports the sampled token and the k most likely, from
-    the model's own distribution before penalties, bias and temperature.
+    the model's own distribution before penalties, bias and temperature.  `structured_outputs`
+    constrains the text; end tokens are then possible where it is complete, and only there.
 
     Raises:
         ValueError: a value of the wrong type or out of range; the message names the field.
@@ -61,6 +64,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     detokenize: bool = True
+    structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         _number(self, "temperature", 0, 2e3)
@@ -88,6 +92,7 @@ class SamplingParams:
         object.__setattr__(self, "logit_bias", _bias(self.logit_bias))
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids=[] allows no token; leave it out to allow all")
+        object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}"
@@ -163,6 +168,17 @@ def _integer(params: SamplingParams, name: str, low: int, high: int) -> None:
         raise ValueError(f"{name}={value!r} must be an integer")
     if not low <= value <= high:
         raise ValueError(f"{name}={value!r} must be in [{low}, {high}]")
+
+
+def _structured(value: Any) -> StructuredOutputsParams | None:
+    if value is None or isinstance(value, StructuredOutputsParams):
+        return value
+    if not isinstance(value, Mapping):
+        raise ValueError(f"structured_outputs={value!r} must be a mapping")
+    unknown = sorted(map(str, value.keys() - StructuredOutputsParams.__dataclass_fields__.keys()))
+    if unknown:
+        raise ValueError(f"structured_outputs has {unknown[0]!r}, which is not supported")
+    return StructuredOutputsParams(**value)
 
 
 def _stop_strings(stop: Any) -> tuple[str, ...]:

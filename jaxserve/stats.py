@@ -99,6 +99,8 @@ class StepMeter:
     """By phase of the loop."""
     by_shape: dict[str, int] = field(default_factory=dict)
     num_in_bounds: int = 0
+    turn_host_s: float = 0.0
+    """Seconds of this turn in which the host did not wait, up to the last mark."""
     _first: float | None = None
     _last: float = 0.0
 
@@ -117,6 +119,7 @@ class StepMeter:
     def begin(self) -> None:
         """Begin a turn of the engine's loop."""
         self._last = time.perf_counter()
+        self.turn_host_s = 0.0
         if self._first is None:
             self._first = self._last
 
@@ -126,6 +129,7 @@ class StepMeter:
         elapsed = now - self._last
         self._last = now
         self.busy_s += elapsed
+        self.turn_host_s += 0.0 if phase == WAIT else elapsed
         self.seconds[phase] = self.seconds.get(phase, 0.0) + elapsed
 
     @property

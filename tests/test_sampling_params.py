@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from jaxserve.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
+from jaxserve.structured import StructuredOutputsParams
 
 VOCAB = 300
 
@@ -34,7 +35,7 @@ INTEGERS = {
 OPTIONAL = {"max_tokens", "logprobs", "prompt_logprobs", "seed"}
 FLAGS = ["ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "detokenize"]
 LISTS = ["stop_token_ids", "allowed_token_ids"]
-OTHERS = ["stop", "logit_bias"]
+OTHERS = ["stop", "logit_bias", "structured_outputs"]
 
 
 def made(name: str, value: Any) -> SamplingParams:
@@ -205,6 +206,40 @@ def test_logit_bias(bias: Any, want: Any) -> None:
 def test_as_many_entries_of_logit_bias_as_the_device_holds() -> None:
     bias = {token: 1.0 for token in range(MAX_LOGIT_BIAS)}
     assert SamplingParams(logit_bias=bias).logit_bias == bias
+
+
+@pytest.mark.parametrize(
+    "value",
+    [{"regex": "a+"}, {"choice": ["a", "b"]}, {"json": {"type": "object"}}, {"json_object": True}],
+)
+def test_a_constraint_may_be_a_plain_mapping(value: Any) -> None:
+    constraint = SamplingParams(structured_outputs=value).structured_outputs
+    assert isinstance(constraint, StructuredOutputsParams)
+    assert constraint == StructuredOutputsParams(**value)
+    assert constraint.kind == next(iter(value))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "a+",
+        {},
+        {"json_object": False},
+        {"regex": "a", "choice": ["a"]},
+        {"regex": ""},
+        {"regex": 5},
+        {"grammar": ["start: A"]},
+        {"json": 5},
+        {"json_object": 1.5},
+        {"choice": []},
+        {"choice": "yes"},
+        {"choice": ["a", ""]},
+        {"choice": [1]},
+        {"pattern": "a"},
+    ],
+)
+def test_constraints_are_checked(value: Any) -> None:
+    refused("structured_outputs", value)
 
 
 def test_min_tokens_above_max_tokens_is_refused() -> None:

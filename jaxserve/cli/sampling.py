@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import typing
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,8 @@ _HELP = {
     "skip_special_tokens": "Leave special tokens out of the text.",
     "include_stop_str_in_output": "Keep the stop text in the answer.",
     "detokenize": "Make text of the tokens.",
+    "structured_outputs": "Constraint on the text as a JSON object, such as "
+    """'{"regex": "[0-9]+"}' or '{"json": SCHEMA}'.""",
 }
 _SECTION = "Sampling options"
 
@@ -56,6 +59,18 @@ class _Bias(click.ParamType[tuple[str, float]]):
             return token, float(bias)
         except ValueError:
             self.fail(f"{value!r} is not ID=VALUE, such as 42=-100", param, ctx)
+
+
+class _Json(click.ParamType[Any]):
+    name = "json"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not isinstance(value, str):
+            return value  # of a profile
+        try:
+            return json.loads(value)
+        except ValueError as error:
+            self.fail(f"{value!r} is not JSON: {error}", param, ctx)
 
 
 def sampling_options(**defaults: Any) -> Callable[[Decorated], Decorated]:
@@ -94,6 +109,8 @@ def _option(
         return click.option(flag, "stop", multiple=True, **common)
     if field.name == "logit_bias":
         return click.option(flag, "logit_bias", multiple=True, type=_Bias(), **common)
+    if field.name == "structured_outputs":
+        return click.option(flag, field.name, type=_Json(), **common)
     if field.name.endswith("token_ids"):
         return click.option(flag, field.name, type=IntList(), **common)
     return field_option(

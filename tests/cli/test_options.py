@@ -7,6 +7,7 @@ import pytest
 
 from jaxserve.config import EngineConfig, load_profile
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured import StructuredOutputsParams
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -79,6 +80,10 @@ SAMPLING_FLAGS = {
     "skip_special_tokens": (["--no-skip-special-tokens"], False),
     "include_stop_str_in_output": (["--include-stop-str-in-output"], True),
     "detokenize": (["--no-detokenize"], False),
+    "structured_outputs": (
+        ["--structured-outputs", '{"regex": "a+"}'],
+        StructuredOutputsParams(regex="a+"),
+    ),
 }
 
 

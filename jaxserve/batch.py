@@ -24,6 +24,8 @@ DECODES = 1
 """Row flag: the sequence computes its one token in its sequence row."""
 SAMPLES = 2
 """Row flag: the step samples the sequence's next token."""
+MASKED = 4
+"""Row flag: the sequence's next token is limited to a mask that comes with the sampling half."""
 
 
 class Batch(NamedTuple):
@@ -67,6 +69,12 @@ class BatchLayout:
         """Length of each part, in the order of `Batch`."""
         rows, chunk, deltas = self.shape.rows, self.shape.chunk, self.num_deltas
         return (1,) + (rows,) * 5 + (chunk,) * 3 + (deltas,) * 3
+
+    @property
+    def num_row_numbers(self) -> int:
+        """Length of the beginning of the packed array that is the same for any chunk: of
+        `num_steps`, `slot`, `start`, `length` and `flags`."""
+        return 1 + 4 * self.shape.rows
 
     @property
     def packed_size(self) -> int:

@@ -25,13 +25,15 @@ FLOATS = ("temperature", "top_p", "min_p", "presence", "frequency", "repetition"
 INTS = ("seed_low", "seed_high", "sample_index", "top_k", "min_position", "flags")
 
 ADJUSTS = 1
-"""Flag: logits are adjusted (penalties, bias, allowed ids, held-back end tokens)."""
+"""Flag: logits are adjusted (penalties, bias, held-back end tokens)."""
 SAMPLES = 2
 """Flag: tokens are drawn, not taken greedily."""
 FILTERS = 4
 """Flag: the draw is limited by top-k, top-p or min-p."""
 LOGPROBS = 8
 """Flag: log-probabilities are reported."""
+MASKS = 16
+"""Flag: only some ids are allowed."""
 
 
 class Carry(NamedTuple):
@@ -182,15 +184,17 @@ class SlotPacker:
         view["end_ids"][:] = self._sizes.vocab_size
         known = sorted(end_ids)[:MAX_STOP_IDS]
         view["end_ids"][: len(known)] = known
-        view["allowed"][:] = self._allowed(params.allowed_token_ids)
+        allowed = params.allowed_token_ids
+        words = self._sizes.allowed_words
+        view["allowed"][:] = -1 if allowed is None else pack_ids(allowed, words)
         return packed
 
-    def _allowed(self, ids: Sequence[int] | None) -> npt.NDArray[np.int32]:
-        if ids is None:
-            return np.full(self._sizes.allowed_words, -1, np.int32)
-        bits = np.zeros(self._sizes.allowed_words * 32, np.uint8)
-        bits[list(ids)] = 1
-        return np.packbits(bits, bitorder="little").view(np.int32)
+
+def pack_ids(ids: Sequence[int], words: int) -> npt.NDArray[np.int32]:
+    """A set of ids as bits, id 0 the lowest of the first of `words` 32-bit words."""
+    bits = np.zeros(words * 32, np.uint8)
+    bits[list(ids)] = 1
+    return np.packbits(bits, bitorder="little").view(np.int32)
 
 
 def _flags(params: SamplingParams) -> int:
@@ -199,9 +203,9 @@ def _flags(params: SamplingParams) -> int:
         or params.frequency_penalty != 0
         or params.repetition_penalty != 1
         or bool(params.logit_bias)
-        or params.allowed_token_ids is not None
         or params.min_tokens > 0
     )
+    masks = params.allowed_token_ids is not None or params.structured_outputs is not None
     samples = not params.is_greedy
     filters = samples and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
     return (
@@ -209,6 +213,7 @@ def _flags(params: SamplingParams) -> int:
         | SAMPLES * samples
         | FILTERS * filters
         | LOGPROBS * (params.logprobs is not None)
+        | MASKS * masks
     )
 
 

@@ -141,6 +141,10 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] | None = _option(
         None, "Prefill chunk sizes to compile; a few up to max_num_batched_tokens if absent."
     )
+    grammars: bool = _option(
+        True,
+        "Make the split steps that structured outputs need; off starts sooner the first time.",
+    )
     warm_up: bool = _option(
         True, "Run every executable once before the first request; off starts sooner."
     )

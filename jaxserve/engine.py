@@ -13,45 +13,34 @@ import time
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
-import jax
 import numpy as np
 
-from jaxserve.batch import pack_batch
-from jaxserve.carry import SlotPacker
 from jaxserve.compilations import CompileCounter
+from jaxserve.constraints import Constraints
 from jaxserve.detokenizer import Detokenizer
+from jaxserve.dispatch import Dispatcher, Flight
+from jaxserve.grammar import Grammars
 from jaxserve.models.llama import Params
 from jaxserve.observer import Observer, StepRecord
 from jaxserve.outputs import Delta, RequestMetrics, RequestOutput
-from jaxserve.report import StepOutput
-from jaxserve.request import Request, Sample, delta, finish_sample, logprob_entry
-from jaxserve.runner import Runner, Ticket
+from jaxserve.recorder import NOT_FINITE, Recorder
+from jaxserve.request import Request, Sample
+from jaxserve.runner import Runner
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.shapes import StepShape
-from jaxserve.stats import WAIT, EngineStats, StepMeter, Stopwatch
+from jaxserve.stats import WAIT, EngineStats, StepMeter
 from jaxserve.stop_strings import StopStrings
+from jaxserve.structured import StructuredOutputsParams
 from jaxserve.tokenizer import Tokenizer
-from scheduler import FinishReason, ScheduledTokens, Scheduler, Sequence, StepPlan
+from scheduler import FinishReason, Scheduler, Sequence, StepPlan
 from scheduler.step_time import FittedCost, StepWork
 from scheduler.summary import Bounds
 
+__all__ = ["NOT_FINITE", "Engine"]
+
 LONGEST_REST_S = 0.005
 """Longest sleep of one turn of the loop, so that its caller can submit or abort in between."""
-_GOOD = (FinishReason.STOP, FinishReason.LENGTH)
-"""Reasons of an end that a latency bound can be met with."""
-NOT_FINITE = "the model's logits were not finite (NaN or infinity); this request was ended"
-
-
-class _Flight(NamedTuple):
-    """A dispatched step whose results the host has not read yet."""
-
-    plan: StepPlan
-    shape: StepShape
-    ticket: Ticket
-    prompt_report: jax.Array | None
-    """Prompt log-probabilities of the step's chunk rows, if a sequence in it wants them."""
 
 
 class Engine:
@@ -87,20 +76,30 @@ class Engine:
         self.end_ids = end_ids
         self._random = random.Random(seed)
         self._depth = 1 if asynchronous else 0
-        self._packer = SlotPacker(runner.spec.sizes)
-        self._layouts = {shape: runner.spec.batch_layout(shape) for shape in runner.shapes.all()}
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._requests: dict[str, Request] = {}
-        self._samples: dict[Sequence, Sample] = {}
         self._fresh_ids = (f"request-{n}" for n in itertools.count(1))
         self.step_cost = step_cost
-        self.observer = Observer()
-        """Whoever counts; see `jaxserve.observer`."""
         self._targets = targets
-        self._stopwatch = Stopwatch()
         self._meter = StepMeter(runner.spec.sizes.num_slots)
+        self.grammars = Grammars(tokenizer, runner.spec.model.vocab_size, end_ids)
+        """Constraints on text, compiled; may be used from any thread."""
+        constraints = Constraints(self.grammars, runner.spec.sizes.allowed_words)
+        self._constraints = constraints
+        self._recorder = Recorder(scheduler, tokenizer, constraints, self._meter, end_ids, targets)
+        self._samples = self._recorder.samples
+        self._dispatcher = Dispatcher(runner, self._samples, constraints, self._meter)
         self._base = replace(scheduler.stats)
         self.compilations = CompileCounter()
+
+    @property
+    def observer(self) -> Observer:
+        """Whoever counts; see `jaxserve.observer`."""
+        return self._recorder.observer
+
+    @observer.setter
+    def observer(self, observer: Observer) -> None:
+        self._recorder.observer = observer
 
     @property
     def has_work(self) -> bool:
@@ -137,6 +136,7 @@ class Engine:
         end_ids |= frozenset() if params.ignore_eos else self.end_ids
         spec = self.runner.spec
         params.check_against(spec.model.vocab_size, spec.num_top, end_ids)
+        self._check_constraint(params)
         request = Request(
             request_id=request_id,
             prompt=prompt,
@@ -157,19 +157,23 @@ class Engine:
         """End a request now, with reason "abort"; what it has can still be taken."""
         for sample in self._known(request_id).samples:
             if sample.finish_reason is None:
-                self._finish(sample, FinishReason.ABORT)
+                self._recorder.finish(sample, FinishReason.ABORT)
 
     def step(self) -> list[Delta]:
         """Advance the engine by one step and return what became known."""
         self._meter.begin()
         plan = self.scheduler.schedule()
         self._meter.mark("schedule")
-        self._copy_pages(plan)
-        if plan:
-            self._flights.append(self._run(plan))
-        elif not self._flights:
-            self._rest()
-        return self._update(keep=self._depth if plan else 0)
+        self._dispatcher.copy_pages(plan)
+        if not plan:
+            if not self._flights:
+                self._rest()
+            return self._update(keep=0)
+        flight = self._dispatcher.launch(plan)
+        self._flights.append(flight)
+        deltas = self._update(keep=1)
+        deltas += self._recorder.end_constrained(self._dispatcher.complete(flight))
+        return deltas + self._update(keep=self._depth)
 
     def output(self, request_id: str) -> RequestOutput:
         """A request's state so far."""
@@ -230,7 +234,7 @@ class Engine:
 
     def reset_stats(self) -> None:
         """Start counting anew; compile events are always counted from ready."""
-        self._meter = StepMeter(self._meter.num_slots)
+        self._meter.reset()
         self._base = replace(self.scheduler.stats)
 
     def check(self) -> None:
@@ -268,6 +272,18 @@ class Engine:
             raise ValueError(f"request id {request_id!r} is in use; choose another")
         return request_id
 
+    def _check_constraint(self, params: SamplingParams) -> None:
+        constraint = params.structured_outputs
+        if constraint is None:
+            return
+        if not self.runner.has_halves:
+            raise ValueError(
+                "structured_outputs need the split steps that this engine was started without; "
+                "start it with grammars=True"
+            )
+        assert isinstance(constraint, StructuredOutputsParams)
+        self.grammars.matcher(constraint)
+
     def _checked_prompt(self, prompt_token_ids: Seq[int]) -> list[int]:
         ids = list(prompt_token_ids)
         if not ids:
@@ -292,8 +308,10 @@ class Engine:
             priority=priority,
             key=key,
             reads_prefix_cache=params.prompt_logprobs is None or index > 0,
+            single_step=params.structured_outputs is not None,
         )
         self.scheduler.add(seq)
+        self._constraints.add(seq, params)
         detokenizer = None
         if params.detokenize:
             detokenizer = Detokenizer(
@@ -314,196 +332,47 @@ class Engine:
         time.sleep(min(self.scheduler.wait_s, LONGEST_REST_S))
         self._meter.mark(WAIT)
 
-    def _copy_pages(self, plan: StepPlan) -> None:
-        """Move preempted sequences' pages; a plan that computes nothing may ask for that too."""
-        for copy in plan.swapped_out:
-            self.runner.swap_out(copy)
-        for copy in plan.swapped_in:
-            self.runner.swap_in(copy)
-
-    def _run(self, plan: StepPlan) -> _Flight:
-        for seq in plan.admitted:
-            self._admit(seq)
-        self._meter.mark("admit")
-        shape = self.runner.shapes.choose(len(plan.entries), plan.num_chunk_tokens)
-        packed = pack_batch(plan, self._layouts[shape])
-        self._meter.mark("pack")
-        ticket = self.runner.run(packed, shape)
-        self._stopwatch.start()
-        prompt_report = self._score_prompts(plan, ticket, shape)
-        self._meter.mark("dispatch")
-        return _Flight(plan, shape, ticket, prompt_report)
-
-    def _admit(self, seq: Sequence) -> None:
-        """Send a newly placed sequence's state to its slot."""
-        sample = self._samples[seq]
-        request = sample.request
-        assert seq.slot is not None
-        self.runner.set_slot(
-            self._packer.pack(
-                slot=seq.slot,
-                params=request.params,
-                seed=request.seed,
-                sample_index=sample.index,
-                end_ids=request.end_ids,
-                token_ids=seq.token_ids,
-                num_prompt=seq.num_prompt,
-                block_table=seq.block_table,
-            )
-        )
-        if request.metrics.queue_time is None:
-            request.metrics.queue_time = time.monotonic() - request.metrics.arrival_time
-            request.metrics.num_cached_tokens = seq.num_cached
-
-    def _score_prompts(self, plan: StepPlan, ticket: Ticket, shape: StepShape) -> jax.Array | None:
-        targets = np.zeros(shape.chunk, np.int32)
-        wanted = False
-        for first, entry in _chunk_rows(plan):
-            if self._scores_prompt(entry.seq):
-                following = entry.seq.token_ids[entry.start + 1 : entry.start + entry.count + 1]
-                targets[first : first + len(following)] = following
-                wanted = True
-        return self.runner.prompt_logprobs(ticket, targets, shape) if wanted else None
-
-    def _scores_prompt(self, seq: Sequence) -> bool:
-        sample = self._samples.get(seq)
-        return (
-            sample is not None
-            and sample.index == 0
-            and sample.request.params.prompt_logprobs is not None
-        )
-
     def _update(self, keep: int) -> list[Delta]:
         """Read all but the newest `keep` dispatches; text is made while those run."""
         deltas: list[Delta] = []
         while len(self._flights) > keep:
-            flight = self._flights.popleft()
-            report = self.runner.read(flight.ticket)
-            seconds = self._stopwatch.stop()
-            prompts = self._read_prompts(flight)
-            self._meter.mark(WAIT)
-            if prompts is not None:
-                deltas += self._record_prompts(flight.plan, prompts)
-            deltas += self._record(flight, report, seconds)
-            self._meter.mark("output")
+            deltas += self._land(self._flights.popleft())
         return deltas
 
-    def _record(self, flight: _Flight, report: StepOutput, seconds: float) -> list[Delta]:
-        plan = flight.plan
-        num_steps, tokens, failed = report.rows(len(plan.entries))
-        if self.step_cost is not None and num_steps > 0 and seconds > 0:
-            work = replace(StepWork.of(plan), num_steps=num_steps)
-            self.step_cost.record(work, seconds)
-        update = self.scheduler.update(plan, tokens, failed)
-        self._meter.mark("update")
-        self._meter.count(plan, flight.shape, num_steps, tokens)
-        self.observer.on_step(
-            StepRecord(
-                shape=str(flight.shape),
-                num_steps=num_steps,
-                device_s=seconds,
-                host_s=self._meter.turn_host_s,
-                num_chunk_tokens=plan.num_chunk_tokens,
-                num_sampled=sum(map(len, tokens)),
-                num_rows=num_steps * flight.shape.tokens,
-                num_running=self.scheduler.num_running,
-                num_waiting=self.scheduler.num_waiting,
-            )
-        )
-        now = time.monotonic()
-        deltas = []
+    def _land(self, flight: Flight) -> list[Delta]:
+        """Read one dispatch, and give everybody what it says."""
+        landed = self._dispatcher.read(flight)
+        deltas = self._recorder.record_prompts(flight, landed)
+        num_steps, tokens, failed = landed.report.rows(len(flight.plan.entries))
+        self._learn(flight.plan, num_steps, landed.seconds)
+        update = self.scheduler.update(flight.plan, tokens, failed)
         for row, count in update.accepted:
-            sample = self._samples[plan.entries[row].seq]
-            deltas.append(self._take_tokens(sample, report, row, tokens[row][:count], now))
-        for seq in update.finished:
-            left = self._samples.get(seq)
-            if left is not None:  # not ended with its last token above
-                deltas.append(self._end_without_token(left))
+            self._constraints.record(flight.plan.entries[row].seq, tokens[row][:count])
+        for next_flight in self._flights:
+            self._dispatcher.prepare(next_flight)
+        self._meter.mark("update")
+        self._meter.count(flight.plan, flight.shape, num_steps, tokens)
+        self.observer.on_step(self._step_record(flight, num_steps, tokens, landed.seconds))
+        deltas += self._recorder.record_tokens(flight.plan, landed, tokens, update)
+        self._meter.mark("output")
         return deltas
 
-    def _take_tokens(
-        self, sample: Sample, report: StepOutput, row: int, tokens: Seq[int], now: float
-    ) -> Delta:
-        """Give a sample the tokens of a dispatch, up to one that completes a stop string."""
-        seq, params = sample.seq, sample.request.params
-        text, num_taken = "", 0
-        for step, token in enumerate(tokens):
-            if params.logprobs is not None:
-                entry = logprob_entry(report, (step, row), params.logprobs, self.tokenizer)
-                sample.logprobs.append(entry)
-                sample.cumulative_logprob += entry[token].logprob
-            num_taken += 1
-            is_last = num_taken == len(tokens)
-            text += sample.push(token, ends=is_last and seq.stop_token is not None)
-            if sample.stops.matched is not None:
-                self.scheduler.cut(seq, len(tokens) - num_taken)
-                break
-        self._meter.output_tokens += num_taken
-        self.observer.on_tokens(*sample.request.stamp_tokens(sample, num_taken, now))
-        if seq.finish_reason is not None:
-            text += self._close(sample, seq.finish_reason)
-        return delta(sample, text, tuple(tokens[:num_taken]))
+    def _learn(self, plan: StepPlan, num_steps: int, seconds: float) -> None:
+        """Teach the model of step times what a dispatch took."""
+        if self.step_cost is not None and num_steps > 0 and seconds > 0:
+            self.step_cost.record(replace(StepWork.of(plan), num_steps=num_steps), seconds)
 
-    def _end_without_token(self, sample: Sample) -> Delta:
-        reason = sample.seq.finish_reason
-        assert reason is not None
-        return delta(sample, self._close(sample, reason), ())
-
-    def _finish(self, sample: Sample, reason: FinishReason) -> Delta:
-        self.scheduler.finish(sample.seq, reason)
-        return delta(sample, self._close(sample, reason), ())
-
-    def _close(self, sample: Sample, reason: FinishReason) -> str:
-        text = finish_sample(sample, reason)
-        if sample.finish_reason == FinishReason.ERROR.value:
-            sample.request.error = NOT_FINITE
-        if sample.finish_reason == FinishReason.STOP.value and sample.stop_reason is None:
-            token = sample.seq.stop_token
-            sample.stop_reason = None if token in self.end_ids else token
-        del self._samples[sample.seq]
-        if sample.request.finished:
-            sample.request.stamp_end(time.monotonic())
-            self.observer.on_end(sample.request.output())
-            if self._targets is not None and reason in _GOOD:
-                metrics = sample.request.metrics
-                self._meter.num_in_bounds += self._targets.hold(metrics.ttft, metrics.tpot)
-        return text
-
-    def _read_prompts(self, flight: _Flight) -> StepOutput | None:
-        if flight.prompt_report is None:
-            return None
-        return self.runner.read_prompt_logprobs(flight.prompt_report)
-
-    def _record_prompts(self, plan: StepPlan, report: StepOutput) -> list[Delta]:
-        """Store a step's prompt log-probabilities; end the requests whose are not finite."""
-        deltas = []
-        for first, entry in _chunk_rows(plan):
-            if self._scores_prompt(entry.seq):
-                request = self._samples[entry.seq].request
-                if not self._record_prompt(request, report, first, entry):
-                    left = [s for s in request.samples if s.finish_reason is None]
-                    deltas += [self._finish(sample, FinishReason.ERROR) for sample in left]
-        return deltas
-
-    def _record_prompt(
-        self, request: Request, report: StepOutput, first: int, entry: ScheduledTokens
-    ) -> bool:
-        """Store what one entry of a step says; False if a row of it is not finite."""
-        scores, num_top = request.prompt_logprobs, request.params.prompt_logprobs
-        assert scores is not None
-        assert num_top is not None
-        end = min(entry.start + entry.count, entry.seq.num_prompt - 1)
-        rows = range(first, first + max(end - entry.start, 0))
-        for position, row in enumerate(rows, entry.start + 1):
-            scores[position] = logprob_entry(report, row, num_top, self.tokenizer)
-        return bool(report.finite[rows].all())
-
-
-def _chunk_rows(plan: StepPlan) -> list[tuple[int, ScheduledTokens]]:
-    """Each prefilling entry with its first chunk row, in the order `pack_batch` packs them."""
-    rows, first = [], 0
-    for entry in plan.entries:
-        if not entry.is_decode:
-            rows.append((first, entry))
-            first += entry.count
-    return rows
+    def _step_record(
+        self, flight: Flight, num_steps: int, tokens: Seq[Seq[int]], seconds: float
+    ) -> StepRecord:
+        return StepRecord(
+            shape=str(flight.shape),
+            num_steps=num_steps,
+            device_s=seconds,
+            host_s=self._meter.turn_host_s,
+            num_chunk_tokens=flight.plan.num_chunk_tokens,
+            num_sampled=sum(map(len, tokens)),
+            num_rows=num_steps * flight.shape.tokens,
+            num_running=self.scheduler.num_running,
+            num_waiting=self.scheduler.num_waiting,
+        )

@@ -36,6 +36,11 @@ class Sample:
     num_tokens: int = 0
     """Output tokens taken; a dispatch of several steps gives the sequence more at once."""
 
+    @property
+    def scores_prompt(self) -> bool:
+        """It is the one of its request whose prompt log-probabilities are computed."""
+        return self.index == 0 and self.request.params.prompt_logprobs is not None
+
     def push(self, token: int, ends: bool) -> str:
         """Take the next token; return the text that is now certain.
 

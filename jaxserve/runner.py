@@ -7,9 +7,7 @@ and cannot compile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -17,21 +15,29 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.typing as npt
 from jax.sharding import Mesh
-from jax.stages import Compiled, Lowered
+from jax.stages import Compiled
 
-from jaxserve import sharding
-from jaxserve.carry import Carry, set_slot
-from jaxserve.executables import ExecutableStore, Program
+from jaxserve.carry import Carry
+from jaxserve.executables import ExecutableStore
 from jaxserve.host_memory import zeros
 from jaxserve.loading.canonical import leaves
 from jaxserve.models.llama import Params
+from jaxserve.programs import (
+    PUT_PAGES,
+    SET_SLOT,
+    TAKE_PAGES,
+    Programs,
+    forward_name,
+    sample_name,
+    score_name,
+    step_name,
+)
 from jaxserve.report import StepOutput, unpack_report
 from jaxserve.shapes import ShapeSet, StepShape
-from jaxserve.spec import TENSOR_AXIS, Cache, StepSpec
-from jaxserve.step import build_step, prompt_logprobs
-from jaxserve.swap import NO_SWAP, HostPages, Pages, SwapSizes, groups, put, take
+from jaxserve.spec import Cache, StepSpec
+from jaxserve.swap import NO_SWAP, HostPages, SwapSizes, groups
 from jaxserve.weights import CANONICAL, WeightLayout, canonical, serve
-from pallas_kernels import NULL_PAGE, KVPages
+from pallas_kernels import NULL_PAGE
 from scheduler import PageCopy
 
 Loading = Future[Compiled]
@@ -47,6 +53,15 @@ class Ticket(NamedTuple):
     """Hidden rows of its chunk, kept on the device."""
 
 
+class Forwarded(NamedTuple):
+    """The first half of a step, running or done; both arrays are kept on the device."""
+
+    hidden: jax.Array
+    """Hidden row of each sequence's last token."""
+    chunk_hidden: jax.Array
+    """Hidden rows of its chunk."""
+
+
 class Runner:
     """Runs steps of any shape of the set, in the order of the calls."""
 
@@ -60,6 +75,8 @@ class Runner:
         store: ExecutableStore,
         weights: WeightLayout = CANONICAL,
         swap: SwapSizes = NO_SWAP,
+        *,
+        split: bool = False,
     ) -> None:
         """Load or compile every executable, then allocate cache and carry.
 
@@ -72,30 +89,33 @@ class Runner:
             store: where executables are kept.
             weights: the layout in which weights are served.
             swap: host memory for pages.
+            split: make the halves of steps too.
         """
         self.spec = spec
         self.shapes = shapes
         self.mesh = mesh
-        self._everywhere = sharding.replicated(mesh)
-        self._paged = sharding.placed(mesh, spec.layout.partition_spec(TENSOR_AXIS))
         self._num_pages = num_pages
         self._params = params
         self._weights = weights
         self._store = store
         self._swap = swap
+        self.has_halves = split
+        """Whether steps can be run in two halves."""
         self._num_runs = self._num_read = 0
-        self._host_pages = HostPages(swap.num_pages, self._abstract_group())
-        loading = self._start()
-        self._steps = {shape: loading[_step_name(shape)] for shape in shapes.all()}
-        self._prompt_logprobs = {chunk: loading[_score_name(chunk)] for chunk in shapes.chunks}
-        self._set_slot = loading["set-slot"]
-        self._take_pages, self._put_pages = loading.get("take-pages"), loading.get("put-pages")
-        self._cache: Cache = tuple(
-            jax.tree.map(lambda x: zeros(x.shape, x.dtype, x.sharding), self._abstract_pages())
-            for _ in range(spec.model.num_layers)
+        programs = Programs(spec, shapes, mesh, _abstract_of(params), num_pages, swap, split)
+        self._host_pages = HostPages(swap.num_pages, programs.group())
+        loading = store.start(programs.all())
+        self._steps = {shape: loading[step_name(shape)] for shape in shapes.all()}
+        self._prompt_logprobs = {chunk: loading[score_name(chunk)] for chunk in shapes.chunks}
+        self._forwards = {s: loading[forward_name(s)] for s in shapes.split() if split}
+        self._samples = {n: loading[sample_name(n)] for n in shapes.split_rows if split}
+        self._set_slot = loading[SET_SLOT]
+        self._take_pages, self._put_pages = loading.get(TAKE_PAGES), loading.get(PUT_PAGES)
+        self._cache: Cache = jax.tree.map(
+            lambda x: zeros(x.shape, x.dtype, x.sharding), programs.cache()
         )
         self._carry: Carry = jax.tree.map(
-            lambda x: jnp.zeros(x.shape, x.dtype, device=self._everywhere), spec.sizes.abstract()
+            lambda x: jnp.zeros(x.shape, x.dtype, device=programs.placed), spec.sizes.abstract()
         )
 
     def warm_up(self) -> None:
@@ -111,6 +131,10 @@ class Runner:
                 nothing = np.zeros(shape.chunk, np.int32)
                 self.read_prompt_logprobs(self.prompt_logprobs(ticket, nothing, shape))
             self.read(ticket)
+        for shape in self._forwards:
+            packed = self.spec.batch_layout(shape).empty()
+            nothing = np.zeros((shape.rows, self.spec.sizes.allowed_words), np.int32)
+            self.read(self.sample(self.forward(packed, shape), packed, nothing, shape))
         if self._swap.num_pages > 0:
             padding = PageCopy((NULL_PAGE,), (0,))
             self.swap_out(padding)
@@ -148,6 +172,36 @@ class Runner:
         out.copy_to_host_async()
         self._num_runs += 1
         return Ticket(out, hidden)
+
+    def forward(self, packed: npt.NDArray[np.int32], shape: StepShape) -> Forwarded:
+        """Start the first half of a step, as `run` does the whole."""
+        half = self._forwards[shape].result()
+        self._cache, self._carry, hidden, chunk_hidden = half(
+            self._params, self._cache, self._carry, packed
+        )
+        self._num_runs += 1
+        return Forwarded(hidden, chunk_hidden)
+
+    def sample(
+        self,
+        forwarded: Forwarded,
+        packed: npt.NDArray[np.int32],
+        masks: npt.NDArray[np.int32],
+        shape: StepShape,
+    ) -> Ticket:
+        """Start the second half of a step; nothing may be run between the two.
+
+        Args:
+            forwarded: what the first half gave.
+            packed: what it was given, with the `MASKED` rows marked.
+            masks: i32[rows, allowed_words], packed bits.
+            shape: of the step.
+        """
+        half = self._samples[shape.rows].result()
+        rows = packed[: self.spec.batch_layout(shape).num_row_numbers]
+        self._carry, out = half(self._params, self._carry, forwarded.hidden, rows, masks)
+        out.copy_to_host_async()
+        return Ticket(out, forwarded.chunk_hidden)
 
     def read(self, ticket: Ticket) -> StepOutput:
         """Wait for a step's report: the one device-to-host read of the step path."""
@@ -225,127 +279,6 @@ class Runner:
             "kv_cache_bytes": spec.layout.page_bytes * pages * spec.model.num_layers,
             "slot_state_bytes": sum(leaf.nbytes for leaf in jax.tree.leaves(self._carry)),
         }
-
-    def _start(self) -> dict[str, Loading]:
-        """Every executable by name."""
-        steps = {shape: self._step_program(shape) for shape in self.shapes.all()}
-        scores = [self._score_program(chunk) for chunk in self.shapes.chunks]
-        copies = self._copy_programs() if self._swap.num_pages > 0 else []
-        # What a first request needs comes first.
-        needed = steps[self.shapes.choose(1, 1)], steps[self.shapes.choose(1, 0)]
-        first = [self._slot_program(), *needed]
-        others = [p for p in (*steps.values(), *scores, *copies) if p not in first]
-        return self._store.start([*first, *others])
-
-    def _step_program(self, shape: StepShape) -> Program:
-        spec = self.spec
-        packed = self._abstract((spec.batch_layout(shape).packed_size,), jnp.int32)
-        cache = (self._abstract_pages(),) * spec.model.num_layers
-        arguments = (_abstract_of(self._params), cache, self._abstract_carry(), packed)
-        return self._program(
-            _step_name(shape),
-            build_step(spec, shape, self.mesh),
-            arguments,
-            results=(cache, self._abstract_carry(), packed, packed),
-            placed=(
-                tuple(self._paged for _ in cache),
-                self._everywhere,
-                self._everywhere,
-                self._everywhere,
-            ),
-            donate=(1, 2),
-        )
-
-    def _score_program(self, chunk: int) -> Program:
-        hidden = self._abstract((chunk, self.spec.model.hidden_size), jnp.float32)
-        targets = self._abstract((chunk,), jnp.int32)
-        return self._program(
-            _score_name(chunk),
-            partial(prompt_logprobs, self.spec),
-            (_abstract_of(self._params), hidden, targets),
-            results=targets,
-            placed=self._everywhere,
-        )
-
-    def _slot_program(self) -> Program:
-        sizes = self.spec.sizes
-        packed = self._abstract((sizes.packed_size,), jnp.int32)
-        return self._program(
-            "set-slot",
-            partial(set_slot, sizes=sizes),
-            (self._abstract_carry(), packed),
-            results=self._abstract_carry(),
-            placed=self._everywhere,
-            donate=(0,),
-        )
-
-    def _copy_programs(self) -> list[Program]:
-        layout, group = self.spec.layout, self._abstract_group()
-        cache = (self._abstract_pages(),) * self.spec.model.num_layers
-        numbers = self._abstract((self._swap.group,), jnp.int32)
-        placed = tuple(self._paged for _ in cache)
-        out = self._program(
-            "take-pages", partial(take, layout), (cache, numbers), results=group, placed=placed
-        )
-        back = self._program(
-            "put-pages",
-            partial(put, layout),
-            (cache, numbers, group),
-            results=cache,
-            placed=placed,
-            donate=(0,),
-        )
-        return [out, back]
-
-    def _program(
-        self,
-        name: str,
-        function: Callable[..., Any],
-        arguments: tuple[Any, ...],
-        *,
-        results: Any,
-        placed: Any,
-        donate: tuple[int, ...] = (),
-    ) -> Program:
-        def lower() -> Lowered:
-            jitted = jax.jit(function, donate_argnums=donate, out_shardings=placed)
-            return jitted.lower(*arguments)
-
-        return Program(name=name, lower=lower, arguments=arguments, results=results)
-
-    def _abstract(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=self._everywhere)
-
-    def _abstract_pages(self) -> KVPages:
-        like = self.spec.layout.abstract(self._num_pages)
-        pages: KVPages = jax.tree.map(
-            lambda x, placed: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=placed),
-            like,
-            self._paged,
-        )
-        return pages
-
-    def _abstract_group(self) -> Pages:
-        """Pages of each layer that travel together."""
-        pages: KVPages = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                (self._swap.group, *x.shape[1:]), x.dtype, sharding=x.sharding
-            ),
-            self._abstract_pages(),
-        )
-        return (pages,) * self.spec.model.num_layers
-
-    def _abstract_carry(self) -> Carry:
-        like = self.spec.sizes.abstract()
-        return Carry(*(self._abstract(x.shape, x.dtype) for x in like))  # type: ignore[arg-type]
-
-
-def _step_name(shape: StepShape) -> str:
-    return f"step-{shape}"
-
-
-def _score_name(chunk: int) -> str:
-    return f"prompt-logprobs-{chunk}"
 
 
 def _named(path: tuple[Any, ...]) -> str:

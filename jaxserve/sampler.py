@@ -17,8 +17,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.carry import ADJUSTS, FILTERS, FLOATS, INTS, LOGPROBS, SAMPLES, Carry
-from jaxserve.sampling.adjust import adjust
+from jaxserve.carry import ADJUSTS, FILTERS, FLOATS, INTS, LOGPROBS, MASKS, SAMPLES, Carry
+from jaxserve.sampling.adjust import adjust, mask
 from jaxserve.sampling.draw import uniforms
 from jaxserve.sampling.filters import draw_from_nucleus, kept_weights, thresholds
 from jaxserve.sampling.largest import argmax
@@ -62,7 +62,7 @@ def sample(
     """
     flags = jnp.where(active, carry.ints[slots, INTS.index("flags")], 0)
     sampled: Sampled = lax.cond(
-        jnp.any(flags & (ADJUSTS | SAMPLES | LOGPROBS) != 0),
+        jnp.any(flags & (ADJUSTS | MASKS | SAMPLES | LOGPROBS) != 0),
         lambda: _from_logits(logits(), carry, slots, positions, active, flags, num_top),
         lambda: _only_greedy(*greedy(), num_top),
     )
@@ -88,6 +88,9 @@ def _from_logits(
         jnp.any(flags & ADJUSTS != 0),
         lambda: adjust(logits, carry, slots, positions),
         lambda: logits,
+    )
+    adjusted = lax.cond(
+        jnp.any(flags & MASKS != 0), lambda: mask(adjusted, carry, slots), lambda: adjusted
     )
     samples = flags & SAMPLES != 0
     nothing = jnp.zeros(logits.shape[0], jnp.int32)

@@ -144,7 +144,9 @@ def assemble(
     store = ExecutableStore(directory, repr((spec, shapes)), list(mesh.devices.flat))
     with phases("executables"):
         pages = config.num_kv_blocks
-        runner = Runner(spec, shapes, mesh, params, pages, store, weights, swap)
+        runner = Runner(
+            spec, shapes, mesh, params, pages, store, weights, swap, split=config.grammars
+        )
     with phases("warm_up"):
         if config.warm_up:
             runner.warm_up()

@@ -116,6 +116,12 @@ class StepMeter:
         self.tokens += plan.num_chunk_tokens
         self.by_shape[str(shape)] = self.by_shape.get(str(shape), 0) + steps
 
+    def reset(self) -> None:
+        """Count anew, from zero."""
+        fresh = StepMeter(self.num_slots)
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(fresh, name))
+
     def begin(self) -> None:
         """Begin a turn of the engine's loop."""
         self._last = time.perf_counter()

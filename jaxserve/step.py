@@ -1,9 +1,11 @@
 """The compiled step: device iterations over a fixed-shape batch, as pure functions.
 
 `step(params, cache, carry, packed) -> (cache, carry, out, chunk_hidden)`.  It is built from two
-halves that also stand alone: `forward`, tokens to hidden rows, and `sample_rows`, hidden rows to
-tokens.  A pure decode step may be repeated within one call: `decode_steps`.  Nothing here knows
-which executable it will become; the runner compiles it.
+halves that also exist as functions of their own: `build_forward`, tokens to hidden rows, and
+`build_sample`, hidden rows to tokens.  Between them the host learns what the step before has
+sampled, and makes of it the masks that constraints put on the next tokens.  A pure decode step may
+be repeated within one call: `decode_steps`.  Nothing here knows which executable it will become;
+the runner compiles it.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxserve.batch import DECODES, SAMPLES, Batch
+from jaxserve.batch import DECODES, MASKED, SAMPLES, Batch
 from jaxserve.carry import Carry
 from jaxserve.models.llama import Llama, Params, bind
 from jaxserve.paged import PagedAttention
@@ -47,11 +49,7 @@ def build_step(spec: StepSpec, shape: StepShape, mesh: Mesh) -> Step:
     ) -> tuple[Cache, Carry, jax.Array, jax.Array]:
         batch = layout.unpack(packed)
         model = bind(spec.model, params)
-        carry = carry._replace(
-            block_table=carry.block_table.at[batch.page_slot, batch.page_index].set(
-                batch.page, mode="drop"
-            )
-        )
+        carry = _with_pages(carry, batch)
         once = partial(_once, spec, shape, mesh, model)
         if layout.max_steps > 1:
             cache, carry, out = decode_steps(spec, once, layout.max_steps, cache, carry, batch)
@@ -60,6 +58,58 @@ def build_step(spec: StepSpec, shape: StepShape, mesh: Mesh) -> Step:
         return cache, carry, report[None], hidden[shape.rows :]
 
     return step
+
+
+Forward = Callable[[Params, Cache, Carry, jax.Array], tuple[Cache, Carry, jax.Array, jax.Array]]
+"""`(params, cache, carry, packed) -> (cache, carry, hidden, chunk_hidden)`, with `hidden` the row
+of each sequence's last token."""
+
+
+def build_forward(spec: StepSpec, shape: StepShape, mesh: Mesh) -> Forward:
+    """The first half of one step of a shape: everything but its tokens."""
+    layout = spec.batch_layout(shape)
+
+    def half(
+        params: Params, cache: Cache, carry: Carry, packed: jax.Array
+    ) -> tuple[Cache, Carry, jax.Array, jax.Array]:
+        batch = layout.unpack(packed)
+        carry = _with_pages(carry, batch)
+        batch = at_step(spec, carry, batch, 0)
+        cache, hidden = forward(spec, shape, mesh, bind(spec.model, params), cache, carry, batch)
+        return cache, carry, hidden[batch.last], hidden[shape.rows :]
+
+    return half
+
+
+Sample = Callable[[Params, Carry, jax.Array, jax.Array, jax.Array], tuple[Carry, jax.Array]]
+"""`(params, carry, hidden, packed, masks) -> (carry, out)`."""
+
+
+def build_sample(spec: StepSpec, rows: int) -> Sample:
+    """The second half of a step: the next token of each of `rows` sequence rows.
+
+    It takes the `hidden` that the first half gave, of a packed batch only the numbers of its
+    rows, and masks as i32[rows, allowed_words], packed bits, which count where a row is `MASKED`.
+    """
+    layout = spec.batch_layout(StepShape(rows, 0))
+
+    def half(
+        params: Params, carry: Carry, hidden: jax.Array, packed: jax.Array, masks: jax.Array
+    ) -> tuple[Carry, jax.Array]:
+        rest = layout.packed_size - layout.num_row_numbers
+        batch = at_step(spec, carry, layout.unpack(jnp.pad(packed, (0, rest))), 0)
+        masked = jnp.where(batch.flags & MASKED != 0, batch.slot, spec.sizes.num_slots)
+        carry = carry._replace(allowed=carry.allowed.at[masked].set(masks, mode="drop"))
+        carry, report = sample_rows(spec, bind(spec.model, params), carry, batch, hidden)
+        return carry, report[None]
+
+    return half
+
+
+def _with_pages(carry: Carry, batch: Batch) -> Carry:
+    """The carry with the batch's new pages in its block tables."""
+    tables = carry.block_table.at[batch.page_slot, batch.page_index].set(batch.page, mode="drop")
+    return carry._replace(block_table=tables)
 
 
 Once = Callable[[Cache, Carry, Batch], tuple[Cache, Carry, jax.Array, jax.Array]]

@@ -315,7 +315,7 @@ class Scheduler:
         part in each of them: when most have ended by length, a smaller batch is cheaper.  The
         pages of all steps are allocated beforehand, and nobody is preempted for them.
         """
-        if self.config.multi_step == 1:
+        if self.config.multi_step == 1 or any(seq.single_step for seq in self.running):
             return 1
         seqs = [seq for seq in self.running if seq.num_left > 0]
         if not seqs or len(seqs) > sum(in_decode):

@@ -60,6 +60,9 @@ class Sequence:
     """Whatever else changes its keys and values, such as an adapter's id."""
     reads_prefix_cache: bool = True
     """False to compute every token of the prompt, as prompt log-probabilities need."""
+    single_step: bool = False
+    """True if the host must know each token before the next is sampled: no plan of several steps
+    while it runs."""
 
     num_prompt: int = field(init=False)
     """Tokens of the prompt."""

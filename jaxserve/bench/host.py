@@ -88,6 +88,7 @@ class FixedTimeRunner(Runner):
         """
         self.spec = spec
         self.shapes = shapes
+        self.has_halves = False
         self.busy_s = 0.0
         self.idle_s = 0.0
         self._step_s = step_s

@@ -1,4 +1,4 @@
-"""Penalties, bias, allowed ids and held-back end tokens."""
+"""Penalties, bias, held-back end tokens, and the ids that are allowed at all."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from jaxserve.carry import FLOATS, INTS, Carry
 
 
 def adjust(logits: jax.Array, carry: Carry, slots: jax.Array, positions: jax.Array) -> jax.Array:
-    """Logits with penalties, bias, allowed ids and held-back end tokens applied, row by row.
+    """Logits with penalties, bias and held-back end tokens applied, row by row.
 
     The repetition penalty (arXiv:1909.05858) divides positive and multiplies negative logits of
     every token of prompt or output; frequency and presence penalties subtract for output tokens
@@ -26,10 +26,14 @@ def adjust(logits: jax.Array, carry: Carry, slots: jax.Array, positions: jax.Arr
 
     row = jnp.arange(logits.shape[0])[:, None]
     logits = logits.at[row, carry.bias_ids[slots]].add(carry.bias_values[slots], mode="drop")
-    words = carry.allowed[slots]
-    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
-    allowed = bits.reshape(words.shape[0], -1)[:, :vocab] != 0
-    logits = jnp.where(allowed, logits, -jnp.inf)
     early = positions < carry.ints[slots, INTS.index("min_position")]
     held_back = jnp.where(early[:, None], carry.end_ids[slots], vocab)
     return logits.at[row, held_back].set(-jnp.inf, mode="drop")
+
+
+def mask(logits: jax.Array, carry: Carry, slots: jax.Array) -> jax.Array:
+    """Logits with minus infinity for the ids that a row's slot does not allow."""
+    words = carry.allowed[slots]
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    allowed = bits.reshape(words.shape[0], -1)[:, : logits.shape[1]] != 0
+    return jnp.where(allowed, logits, -jnp.inf)

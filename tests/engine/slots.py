@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxserve.carry import Carry, CarrySizes, SlotPacker, set_slot
 from jaxserve.sampler import Sampled, sample
-from jaxserve.sampling.adjust import adjust
+from jaxserve.sampling.adjust import adjust, mask
 from jaxserve.sampling.largest import argmax
 from jaxserve.sampling_params import SamplingParams
 
@@ -41,7 +41,11 @@ class Slot:
 
 
 _set = jax.jit(functools.partial(set_slot, sizes=SIZES))
-_adjust = jax.jit(adjust)
+
+
+@jax.jit
+def _adjust(logits: jax.Array, carry: Carry, rows: jax.Array, positions: jax.Array) -> jax.Array:
+    return mask(adjust(logits, carry, rows, positions), carry, rows)
 
 
 @jax.jit
@@ -73,7 +77,7 @@ def carry_of(slots: Sequence[Slot]) -> Carry:
 
 
 def run_adjust(logits: np.ndarray, slots: Sequence[Slot]) -> np.ndarray:
-    """`adjust` with row `i` in slot `i`."""
+    """`adjust`, then `mask`, with row `i` in slot `i`."""
     positions = np.array([slot.position for slot in slots], np.int32)
     rows = np.arange(len(slots), dtype=np.int32)
     return np.asarray(_adjust(logits, carry_of(slots), rows, positions))

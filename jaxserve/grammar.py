@@ -1,0 +1,121 @@
+"""Constraints on text to grammars over a model's tokens, through llguidance.
+
+Knows the tokenizer's vocabulary.  Does not know sequences, steps or the device.
+llguidance (https://github.com/guidance-ai/llguidance) parses with an Earley parser over a lexer of
+regular-expression derivatives, so that a mask costs microseconds and nothing is precomputed.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Collection
+from typing import Any
+
+import llguidance
+
+from jaxserve.structured import StructuredOutputsParams
+from jaxserve.tokenizer import Tokenizer
+
+MOST_KEPT = 128
+"""Compiled grammars that are kept for requests to come."""
+WHITESPACE = r"[ \n\t]{0,16}"
+"""Between the parts of a JSON value.  Bounded: a small model may else go on with it for ever."""
+
+
+class Grammars:
+    """Matchers for constraints; may be used from several threads.
+
+    Args:
+        tokenizer: the model's.
+        vocab_size: of the model, which may have more ids than the tokenizer.
+        end_ids: tokens that end a text, allowed wherever the constraint is fulfilled.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Collection[int]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._end_ids = sorted(end_ids)
+        self._lock = threading.Lock()
+        self._vocabulary: Any = None
+        self._kept: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
+
+    @property
+    def num_ids(self) -> int:
+        """Ids of a mask: the model's, and one more for the end of a model that has no end token."""
+        return self._vocab_size + (not self._end_ids)
+
+    def matcher(self, constraint: StructuredOutputsParams) -> llguidance.LLMatcher:
+        """A matcher at the beginning of its text.
+
+        The first of a constraint compiles it, which may take a second for a large one.
+
+        Raises:
+            ValueError: the schema, expression or grammar is not valid, or uses what is not
+                supported; with llguidance's reason.
+        """
+        text = grammar_text(constraint)
+        with self._lock:
+            made = self._kept.get(text)
+            if made is not None:
+                self._kept.move_to_end(text)
+                return made.deep_copy()
+        made = self._compile(text, constraint.kind)
+        with self._lock:
+            self._kept[text] = made
+            if len(self._kept) > MOST_KEPT:
+                self._kept.popitem(last=False)
+        return made.deep_copy()
+
+    def _compile(self, text: str, kind: str) -> llguidance.LLMatcher:
+        matcher = llguidance.LLMatcher(self._tokens(), text, log_level=0)
+        if matcher.is_error():
+            reason = " ".join(matcher.get_error().split())
+            raise ValueError(f"structured_outputs.{kind} cannot be followed: {reason}")
+        return matcher
+
+    def _tokens(self) -> llguidance.LLTokenizer:
+        with self._lock:
+            if self._vocabulary is None:
+                self._vocabulary = llguidance.LLTokenizer(
+                    self._tokenizer.backend.to_str(),
+                    n_vocab=self.num_ids,
+                    eos_token=self._end_ids or [self._vocab_size],
+                )
+            tokens: llguidance.LLTokenizer = self._vocabulary
+            return tokens
+
+
+def grammar_text(constraint: StructuredOutputsParams) -> str:
+    """A constraint in llguidance's own notation.
+
+    Raises:
+        ValueError: a schema that is not JSON, or not an object.
+    """
+    if constraint.choice is not None:
+        return llguidance.grammar_from("choice", json.dumps(list(constraint.choice)))
+    if constraint.regex is not None:
+        return llguidance.grammar_from("regex", constraint.regex)
+    if constraint.grammar is not None:
+        try:
+            return llguidance.grammar_from("grammar", constraint.grammar)
+        except Exception as error:  # its converter of GBNF raises what it likes
+            raise ValueError(f"structured_outputs.grammar cannot be read: {error}") from error
+    return llguidance.LLMatcher.grammar_from_json_schema(
+        _schema(constraint), overrides={"whitespace_pattern": WHITESPACE}
+    )
+
+
+def _schema(constraint: StructuredOutputsParams) -> dict[str, Any]:
+    if constraint.json_object:
+        return {"type": "object"}
+    schema: Any = constraint.json
+    if isinstance(schema, str):
+        try:
+            schema = json.loads(schema)
+        except ValueError as error:
+            raise ValueError(f"structured_outputs.json is not JSON: {error}") from error
+    if not hasattr(schema, "keys"):
+        raise ValueError(f"structured_outputs.json={schema!r} must be a JSON schema, an object")
+    return dict(schema)

@@ -1,0 +1,168 @@
+"""What a step's results mean for the requests: text, log-probabilities, times, and ends.
+
+Knows samples and the scheduler's answer.  Does not know how or when steps are run.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence as Seq
+
+from jaxserve.constraints import Constraints, Masks
+from jaxserve.dispatch import Flight, Landed, chunk_rows
+from jaxserve.observer import Observer
+from jaxserve.outputs import Delta
+from jaxserve.report import StepOutput
+from jaxserve.request import Request, Sample, delta, finish_sample, logprob_entry
+from jaxserve.stats import StepMeter
+from jaxserve.tokenizer import Tokenizer
+from scheduler import FinishReason, ScheduledTokens, Scheduler, Sequence, StepPlan, Update
+from scheduler.summary import Bounds
+
+NOT_FINITE = "the model's logits were not finite (NaN or infinity); this request was ended"
+_GOOD = (FinishReason.STOP, FinishReason.LENGTH)
+"""Reasons of an end that a latency bound can be met with."""
+
+
+class Recorder:
+    """Keeps the samples of the sequences that have not ended.
+
+    Args:
+        scheduler: told of ends that only the text or the logits show.
+        tokenizer: for texts.
+        constraints: of the sequences that have one.
+        meter: counts output tokens and requests within bounds.
+        end_ids: the model's end tokens, which are no reason to be named.
+        targets: bounds that a request must meet to be counted as good.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        tokenizer: Tokenizer,
+        constraints: Constraints,
+        meter: StepMeter,
+        end_ids: frozenset[int],
+        targets: Bounds | None,
+    ) -> None:
+        self.samples: dict[Sequence, Sample] = {}
+        self.observer = Observer()
+        self._scheduler = scheduler
+        self._tokenizer = tokenizer
+        self._constraints = constraints
+        self._meter = meter
+        self._end_ids = end_ids
+        self._targets = targets
+
+    def record_prompts(self, flight: Flight, landed: Landed) -> list[Delta]:
+        """Store a step's prompt log-probabilities; end the requests whose are not finite."""
+        deltas: list[Delta] = []
+        if landed.prompts is None:
+            return deltas
+        for first, entry in chunk_rows(flight.plan):
+            sample = self.samples.get(entry.seq)
+            if sample is None or not sample.scores_prompt:
+                continue
+            request = sample.request
+            if not self._record_prompt(request, landed.prompts, first, entry):
+                request.error = NOT_FINITE
+                left = [s for s in request.samples if s.finish_reason is None]
+                deltas += [self.finish(sample, FinishReason.ERROR) for sample in left]
+        return deltas
+
+    def record_tokens(
+        self, plan: StepPlan, landed: Landed, tokens: Seq[Seq[int]], update: Update
+    ) -> list[Delta]:
+        """Give the samples what the scheduler has accepted, and end those it has ended."""
+        now = time.monotonic()
+        deltas = []
+        for row, count in update.accepted:
+            sample = self.samples[plan.entries[row].seq]
+            taken = tokens[row][:count]
+            deltas.append(self._take_tokens(sample, landed.report, row, taken, now))
+        for seq in update.finished:
+            left = self.samples.get(seq)
+            if left is not None:  # not ended with its last token above
+                deltas.append(self._end_without_token(left))
+        return deltas
+
+    def end_constrained(self, masks: Masks | None) -> list[Delta]:
+        """End the sequences whose constraint says that nothing can follow."""
+        deltas: list[Delta] = []
+        if masks is None:
+            return deltas
+        for seq in masks.complete:
+            if seq in self.samples:
+                deltas.append(self.finish(self.samples[seq], FinishReason.STOP))
+        for seq, reason in masks.broken:
+            if seq in self.samples:
+                sample = self.samples[seq]
+                sample.request.error = f"the constraint cannot be followed any more: {reason}"
+                deltas.append(self.finish(sample, FinishReason.ERROR))
+        return deltas
+
+    def finish(self, sample: Sample, reason: FinishReason) -> Delta:
+        """End a sample now."""
+        self._scheduler.finish(sample.seq, reason)
+        return delta(sample, self._close(sample, reason), ())
+
+    def _take_tokens(
+        self, sample: Sample, report: StepOutput, row: int, tokens: Seq[int], now: float
+    ) -> Delta:
+        """Give a sample the tokens of a dispatch, up to one that completes a stop string."""
+        seq, params = sample.seq, sample.request.params
+        text, num_taken = "", 0
+        for step, token in enumerate(tokens):
+            if params.logprobs is not None:
+                entry = logprob_entry(report, (step, row), params.logprobs, self._tokenizer)
+                sample.logprobs.append(entry)
+                sample.cumulative_logprob += entry[token].logprob
+            num_taken += 1
+            is_last = num_taken == len(tokens)
+            text += sample.push(token, ends=is_last and seq.stop_token is not None)
+            if sample.stops.matched is not None:
+                self._scheduler.cut(seq, len(tokens) - num_taken)
+                break
+        self._meter.output_tokens += num_taken
+        self.observer.on_tokens(*sample.request.stamp_tokens(sample, num_taken, now))
+        if seq.finish_reason is not None:
+            text += self._close(sample, seq.finish_reason)
+        return delta(sample, text, tuple(tokens[:num_taken]))
+
+    def _end_without_token(self, sample: Sample) -> Delta:
+        reason = sample.seq.finish_reason
+        assert reason is not None
+        return delta(sample, self._close(sample, reason), ())
+
+    def _close(self, sample: Sample, reason: FinishReason) -> str:
+        text, request = finish_sample(sample, reason), sample.request
+        if sample.finish_reason == FinishReason.ERROR.value and request.error is None:
+            request.error = NOT_FINITE
+        if sample.finish_reason == FinishReason.STOP.value and sample.stop_reason is None:
+            token = sample.seq.stop_token
+            sample.stop_reason = None if token in self._end_ids else token
+        del self.samples[sample.seq]
+        self._constraints.discard(sample.seq)
+        if request.finished:
+            self._close_request(request, reason)
+        return text
+
+    def _close_request(self, request: Request, reason: FinishReason) -> None:
+        request.stamp_end(time.monotonic())
+        self.observer.on_end(request.output())
+        if self._targets is not None and reason in _GOOD:
+            metrics = request.metrics
+            self._meter.num_in_bounds += self._targets.hold(metrics.ttft, metrics.tpot)
+
+    def _record_prompt(
+        self, request: Request, report: StepOutput, first: int, entry: ScheduledTokens
+    ) -> bool:
+        """Store what one entry of a step says; False if a row of it is not finite."""
+        scores, num_top = request.prompt_logprobs, request.params.prompt_logprobs
+        assert scores is not None
+        assert num_top is not None
+        end = min(entry.start + entry.count, entry.seq.num_prompt - 1)
+        rows = range(first, first + max(end - entry.start, 0))
+        for position, row in enumerate(rows, entry.start + 1):
+            scores[position] = logprob_entry(report, row, num_top, self._tokenizer)
+        return bool(report.finite[rows].all())

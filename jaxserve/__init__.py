@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from jaxserve.async_llm import AsyncLLM as AsyncLLM
     from jaxserve.config import EngineConfig as EngineConfig
     from jaxserve.engine import Engine as Engine
     from jaxserve.llm import LLM as LLM
@@ -21,6 +22,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "LLM": "jaxserve.llm",
+    "AsyncLLM": "jaxserve.async_llm",
     "Engine": "jaxserve.engine",
     "EngineConfig": "jaxserve.config",
     "SamplingParams": "jaxserve.sampling_params",

@@ -23,8 +23,7 @@ from typing import IO, Any, NamedTuple
 import msgspec
 
 from jaxserve.batch_line import LineError, LineRequest, parse_line
-from jaxserve.protocol import RequestError
-from jaxserve.protocol_response import error_body
+from jaxserve.protocol import RequestError, error_body
 
 log = logging.getLogger(__name__)
 

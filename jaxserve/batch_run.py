@@ -26,8 +26,7 @@ from jaxserve.batch_file import (
 from jaxserve.batch_line import LineRequest
 from jaxserve.drive import take_finished
 from jaxserve.outputs import RequestOutput
-from jaxserve.protocol import Prompt, RequestError, request_error
-from jaxserve.protocol_response import response_body
+from jaxserve.protocol import Prompt, RequestError, request_error, response_body
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine

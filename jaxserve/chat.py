@@ -5,9 +5,10 @@ Knows Jinja through transformers, which is imported on the first use only.  Know
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 _OURS = frozenset(
@@ -111,15 +112,21 @@ def render(
 
 @functools.cache
 def _renderer() -> Callable[..., tuple[list[str], Any]]:
-    """The render function of transformers, imported without its advice to install PyTorch."""
+    with without_advice():
+        from transformers.utils.chat_template_utils import render_jinja_template
+    renderer: Callable[..., tuple[list[str], Any]] = render_jinja_template
+    return renderer
+
+
+@contextlib.contextmanager
+def without_advice() -> Iterator[None]:
+    """Import something of transformers without its advice to install PyTorch."""
     advice = logging.getLogger("transformers")
     advice.addFilter(_nothing)
     try:
-        from transformers.utils.chat_template_utils import render_jinja_template
+        yield
     finally:
         advice.removeFilter(_nothing)
-    renderer: Callable[..., tuple[list[str], Any]] = render_jinja_template
-    return renderer
 
 
 def _nothing(_: logging.LogRecord) -> bool:

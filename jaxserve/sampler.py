@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxserve.carry import ADJUSTS, FILTERS, FLOATS, INTS, LOGPROBS, MASKS, SAMPLES, Carry
-from jaxserve.sampling.adjust import adjust, mask
+from jaxserve.sampling.adjust import adjust
 from jaxserve.sampling.draw import uniforms
 from jaxserve.sampling.filters import draw_from_nucleus, kept_weights, thresholds
-from jaxserve.sampling.largest import argmax
+from jaxserve.sampling.largest import argmax, only_allowed
 from jaxserve.sampling.logprobs import no_logprobs, token_logprobs
 from jaxserve.sampling.sums import aligned
 
@@ -31,6 +31,8 @@ Logits = Callable[[], jax.Array]
 Greedy = Callable[[], tuple[jax.Array, jax.Array]]
 """`() -> (i32[rows], f32[rows])`: the lowest id of each row's largest logit, and that logit, which
 is not finite if the row's logits are not usable."""
+NEED_LOGITS = ADJUSTS | MASKS | SAMPLES | LOGPROBS
+"""Flags of the rows that need more of the logits than `Greedy` looks at."""
 
 
 class Sampled(NamedTuple):
@@ -52,6 +54,7 @@ def sample(
     positions: jax.Array,  # i32[rows], of the tokens to sample
     active: jax.Array,  # bool[rows]
     num_top: int,
+    need_logits: int = NEED_LOGITS,
 ) -> Sampled:
     """Choose one token per row as its slot's parameters say.
 
@@ -59,10 +62,12 @@ def sample(
     all of whose rows are greedy.  Rows that are not active get arbitrary tokens and never widen
     the work of the step.  Log-probabilities are the model's own: before penalties, bias,
     temperature and filters.
+
+    `need_logits` may leave out `MASKS` if `greedy` looks only at the ids that a row's slot allows.
     """
     flags = jnp.where(active, carry.ints[slots, INTS.index("flags")], 0)
     sampled: Sampled = lax.cond(
-        jnp.any(flags & (ADJUSTS | MASKS | SAMPLES | LOGPROBS) != 0),
+        jnp.any(flags & need_logits != 0),
         lambda: _from_logits(logits(), carry, slots, positions, active, flags, num_top),
         lambda: _only_greedy(*greedy(), num_top),
     )
@@ -90,7 +95,9 @@ def _from_logits(
         lambda: logits,
     )
     adjusted = lax.cond(
-        jnp.any(flags & MASKS != 0), lambda: mask(adjusted, carry, slots), lambda: adjusted
+        jnp.any(flags & MASKS != 0),
+        lambda: only_allowed(adjusted, carry.allowed[slots]),
+        lambda: adjusted,
     )
     samples = flags & SAMPLES != 0
     nothing = jnp.zeros(logits.shape[0], jnp.int32)

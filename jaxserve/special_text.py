@@ -43,7 +43,7 @@ class SpecialTextGuard:
     def mark(self, value: Any) -> Any:
         """Return the value with a break in all special-token text of its strings.
 
-        Mappings and lists are walked; keys are left alone.
+        Mappings and lists are walked; the keys of a caller's JSON are its words, too.
 
         Raises:
             ValueError: a string holds the characters that serve as breaks.
@@ -51,7 +51,7 @@ class SpecialTextGuard:
         if isinstance(value, str):
             return self._mark_text(value)
         if isinstance(value, Mapping):
-            return {key: self.mark(item) for key, item in value.items()}
+            return {self.mark(key): self.mark(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.mark(item) for item in value]
         return value

@@ -19,11 +19,11 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxserve.batch import DECODES, MASKED, SAMPLES, Batch
-from jaxserve.carry import Carry
+from jaxserve.carry import MASKS, Carry
 from jaxserve.models.llama import Llama, Params, bind
 from jaxserve.paged import PagedAttention
 from jaxserve.report import pack_report
-from jaxserve.sampler import Sampled, sample
+from jaxserve.sampler import NEED_LOGITS, Sampled, sample
 from jaxserve.sampling.logprobs import token_logprobs
 from jaxserve.shapes import StepShape
 from jaxserve.spec import Cache, StepSpec
@@ -100,7 +100,8 @@ def build_sample(spec: StepSpec, rows: int) -> Sample:
         batch = at_step(spec, carry, layout.unpack(jnp.pad(packed, (0, rest))), 0)
         masked = jnp.where(batch.flags & MASKED != 0, batch.slot, spec.sizes.num_slots)
         carry = carry._replace(allowed=carry.allowed.at[masked].set(masks, mode="drop"))
-        carry, report = sample_rows(spec, bind(spec.model, params), carry, batch, hidden)
+        model = bind(spec.model, params)
+        carry, report = sample_rows(spec, model, carry, batch, hidden, is_masked=True)
         return carry, report[None]
 
     return half
@@ -212,9 +213,17 @@ def _up_to_last(used: jax.Array) -> jax.Array:
 
 
 def sample_rows(
-    spec: StepSpec, model: Llama, carry: Carry, batch: Batch, hidden: jax.Array
+    spec: StepSpec,
+    model: Llama,
+    carry: Carry,
+    batch: Batch,
+    hidden: jax.Array,
+    *,
+    is_masked: bool = False,
 ) -> tuple[Carry, jax.Array]:
     """Sample the next token of each sequence row that asks for it; record it in the carry.
+
+    `is_masked` says that rows are likely to have masks, so that greedy rows look at them at once.
 
     A row that samples one of its end tokens, or whose logits are not finite, ends its slot: the
     host, which may have dispatched the next step already, will find the same.
@@ -225,14 +234,16 @@ def sample_rows(
     live = batch.length > 0
     samples = (batch.flags & SAMPLES != 0) & live
     slot, used = _slots(spec, batch), _used_rows(batch)
+    allowed = carry.allowed[slot] if is_masked else None
     sampled = sample(
         partial(model.logits, hidden, used),
-        partial(model.greedy, hidden, used),
+        partial(model.greedy, hidden, used, allowed),
         carry,
         slot,
         batch.start + batch.length,
         samples,
         spec.num_top,
+        NEED_LOGITS & ~MASKS if is_masked else NEED_LOGITS,
     )
     samples &= sampled.finite
     # No token that `min_tokens` holds back is sampled, so that any of them ends the row.

@@ -47,6 +47,11 @@ class Tokenizer:
         templates = _templates(config.get("chat_template"))
         self.chat_template = templates.get("default") if chat_template is None else chat_template
         """Jinja text, or None for a model without one."""
+        template = config.get("response_template")
+        self.response_template: Mapping[str, Any] | None = (
+            template if isinstance(template, Mapping) else None
+        )
+        """How the model writes reasoning and tool calls, as transformers describes it, or None."""
         self.special_ids = frozenset(
             i for i, token in backend.get_added_tokens_decoder().items() if token.special
         )

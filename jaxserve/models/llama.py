@@ -185,13 +185,14 @@ class Llama(nnx.Module):
         return self._head.norm_linear(hidden, self.norm[...], self.config.rms_eps, used)
 
     def greedy(
-        self, hidden: jax.Array, used: Used = None
+        self, hidden: jax.Array, used: Used = None, allowed: jax.Array | None = None
     ) -> tuple[jax.Array, jax.Array]:  # f32[T, H] -> i32[T], f32[T]
         """Lowest id of the largest logit of hidden rows, and the logit.
 
+        Only ids count whose bits are set in `allowed`, i32[T, ceil(V / 32)], if it is given.
         The logit is not finite if the row's logits are of no use.
         """
-        return self._head.norm_argmax(hidden, self.norm[...], self.config.rms_eps, used)
+        return self._head.norm_argmax(hidden, self.norm[...], self.config.rms_eps, used, allowed)
 
     @property
     def _head(self) -> Weight:

@@ -78,10 +78,16 @@ class PackedWeight(Weight):
         return ops.norm_swiglu(self.kernels, x, _rows(x, used), gain, eps, self.data, width)
 
     def norm_argmax(
-        self, x: jax.Array, gain: jax.Array, eps: float, used: Used = None
+        self,
+        x: jax.Array,
+        gain: jax.Array,
+        eps: float,
+        used: Used = None,
+        allowed: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
         """One kernel, which writes no logits."""
-        return ops.norm_argmax(self.kernels, x, _rows(x, used), gain, eps, self.data, self._outputs)
+        rows, outputs = _rows(x, used), self._outputs
+        return ops.norm_argmax(self.kernels, x, rows, gain, eps, self.data, outputs, allowed)
 
     def rows(self, numbers: jax.Array) -> jax.Array:
         """One kernel: a packed head is its own embedding."""

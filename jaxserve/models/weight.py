@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxserve.models.linear import linear
 from jaxserve.models.norm import rms_norm
-from jaxserve.sampling.largest import argmax
+from jaxserve.sampling.largest import argmax, only_allowed
 
 Used = jax.Array | None
 
@@ -63,13 +63,21 @@ class Weight:
         return (jax.nn.silu(gate_up[..., 0]) * gate_up[..., 1]).astype(self.dtype)
 
     def norm_argmax(
-        self, x: jax.Array, gain: jax.Array, eps: float, used: Used = None
+        self,
+        x: jax.Array,
+        gain: jax.Array,
+        eps: float,
+        used: Used = None,
+        allowed: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:  # i32[rows], f32[rows]
         """The largest of `norm_linear(x)` and the lowest place that has it, per row.
 
+        Only places count whose bits are set in `allowed`, i32[rows, ceil(n / 32)], if it is given.
         The value is not finite if the row is of no use.
         """
         logits = self.norm_linear(x, gain, eps, used)
+        if allowed is not None:
+            logits = only_allowed(logits, allowed)
         return argmax(logits), logits.max(-1)
 
 

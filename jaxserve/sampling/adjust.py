@@ -1,4 +1,4 @@
-"""Penalties, bias, held-back end tokens, and the ids that are allowed at all."""
+"""Penalties, bias and held-back end tokens."""
 
 from __future__ import annotations
 
@@ -29,11 +29,3 @@ def adjust(logits: jax.Array, carry: Carry, slots: jax.Array, positions: jax.Arr
     early = positions < carry.ints[slots, INTS.index("min_position")]
     held_back = jnp.where(early[:, None], carry.end_ids[slots], vocab)
     return logits.at[row, held_back].set(-jnp.inf, mode="drop")
-
-
-def mask(logits: jax.Array, carry: Carry, slots: jax.Array) -> jax.Array:
-    """Logits with minus infinity for the ids that a row's slot does not allow."""
-    words = carry.allowed[slots]
-    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
-    allowed = bits.reshape(words.shape[0], -1)[:, : logits.shape[1]] != 0
-    return jnp.where(allowed, logits, -jnp.inf)

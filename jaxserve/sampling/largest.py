@@ -24,6 +24,17 @@ def argmax(logits: jax.Array) -> jax.Array:  # f32[rows, vocab] -> i32[rows]
     return (best * ARGMAX_BLOCK + jnp.argmax(inside, -1)).astype(jnp.int32)
 
 
+def only_allowed(logits: jax.Array, allowed: jax.Array) -> jax.Array:
+    """Logits with minus infinity where a bit is not set.
+
+    Args:
+        logits: f32[rows, vocab].
+        allowed: i32[rows, ceil(vocab / 32)], packed bits, id 0 the lowest of the first word.
+    """
+    bits = (allowed[:, :, None] >> jnp.arange(32, dtype=jnp.int32)) & 1
+    return jnp.where(bits.reshape(logits.shape[0], -1)[:, : logits.shape[1]] != 0, logits, -jnp.inf)
+
+
 def top_k(logits: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The `k` largest logits of each row and their ids, largest first.
 

@@ -83,18 +83,22 @@ def norm_argmax(
     eps: float,
     weight: jax.Array,
     outputs: int,
+    allowed: jax.Array | None = None,  # i32[rows, ceil(outputs / 32)]
 ) -> tuple[jax.Array, jax.Array]:  # i32[rows], f32[rows]
     """Lowest output of the largest value of `norm_linear`, and the value; no logits are written.
 
-    The value is NaN if any of the row's is NaN or infinite.
+    The value is NaN if any of the row's is NaN or infinite.  `allowed` are packed bits: only the
+    outputs whose bits are set count, and the value is minus infinity if there are none.
     """
     rows = x.shape[0]
+    if allowed is None:
+        allowed = jnp.zeros((rows, 0), jnp.int32)
     out = (
         jax.ShapeDtypeStruct((rows,), jnp.int32),
         jax.ShapeDtypeStruct((rows,), jnp.float32),
     )
     token, most = _call(kernels, "norm_argmax", out)(
-        x, used, gain, weight, eps=np.float32(eps), outputs=np.int32(outputs)
+        x, used, gain, weight, allowed, eps=np.float32(eps), outputs=np.int32(outputs)
     )
     return token, most
 

@@ -12,8 +12,8 @@ import numpy as np
 
 from jaxserve.carry import Carry, CarrySizes, SlotPacker, set_slot
 from jaxserve.sampler import Sampled, sample
-from jaxserve.sampling.adjust import adjust, mask
-from jaxserve.sampling.largest import argmax
+from jaxserve.sampling.adjust import adjust
+from jaxserve.sampling.largest import argmax, only_allowed
 from jaxserve.sampling_params import SamplingParams
 
 VOCAB = 200
@@ -45,7 +45,7 @@ _set = jax.jit(functools.partial(set_slot, sizes=SIZES))
 
 @jax.jit
 def _adjust(logits: jax.Array, carry: Carry, rows: jax.Array, positions: jax.Array) -> jax.Array:
-    return mask(adjust(logits, carry, rows, positions), carry, rows)
+    return only_allowed(adjust(logits, carry, rows, positions), carry.allowed[rows])
 
 
 @jax.jit
@@ -77,7 +77,7 @@ def carry_of(slots: Sequence[Slot]) -> Carry:
 
 
 def run_adjust(logits: np.ndarray, slots: Sequence[Slot]) -> np.ndarray:
-    """`adjust`, then `mask`, with row `i` in slot `i`."""
+    """`adjust`, then `only_allowed`, with row `i` in slot `i`."""
     positions = np.array([slot.position for slot in slots], np.int32)
     rows = np.arange(len(slots), dtype=np.int32)
     return np.asarray(_adjust(logits, carry_of(slots), rows, positions))

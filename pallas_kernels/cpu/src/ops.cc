@@ -126,7 +126,11 @@ struct Best {
 };
 
 ffi::Error NormArgmax(ffi::ThreadPool pool, Buffer x, Buffer used, Buffer gain, Buffer w,
-                      Result token, Result most, float eps, int32_t outputs) {
+                      Buffer allowed, Result token, Result most, float eps, int32_t outputs) {
+  // A panel's outputs are those of one word of the bits; without words all are allowed.
+  static_assert(kPanel == 32);
+  const int words = dim(allowed, 1);
+  const int32_t* bits = data<int32_t>(allowed);
   const Weights weights = weights_of(w, outputs, dim(x, 1));
   const Rows rows = normed(pool, x, used, gain, weights, eps);
   const int count = rows.count, workers = Team::workers(pool);
@@ -139,6 +143,10 @@ ffi::Error NormArgmax(ffi::ThreadPool pool, Buffer x, Buffer used, Buffer gain, 
       for (int m = values.first; m < values.last; m++) {
         F16 y = values(m, half);
         if (left < kLanes) y = first(left, y, all(-kInfinity));
+        if (words > 0) {
+          const uint32_t word = bits[size_t(m) * words + values.panel];
+          y = where_bits(word >> (half * kLanes), y, all(-kInfinity));
+        }
         best[size_t(worker) * count + m].see(y, n);
       }
     }
@@ -412,7 +420,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_norm_linear, NormLinear,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_norm_swiglu, NormSwiglu,
     ffi::Ffi::Bind().POOL.IN.IN.IN.IN.OUT.Attr<float>("eps"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_norm_argmax, NormArgmax,
-    ffi::Ffi::Bind().POOL.IN.IN.IN.IN.OUT.OUT.Attr<float>("eps").Attr<int32_t>("outputs"));
+    ffi::Ffi::Bind().POOL.IN.IN.IN.IN.IN.OUT.OUT.Attr<float>("eps").Attr<int32_t>("outputs"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_weight_rows, WeightRows,
     ffi::Ffi::Bind().POOL.IN.IN.OUT.Attr<int32_t>("outputs"));
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, Attention,

@@ -70,6 +70,10 @@ inline I16 min_where_equal(F16 x, F16 y, I16 a, I16 b) {
 inline F16 first(int n, F16 a, F16 b) {
   return {_mm512_mask_blend_ps(__mmask16((1u << n) - 1), b.v, a.v)};
 }
+// a where a bit is set, lane 0 the lowest, else b.
+inline F16 where_bits(uint16_t bits, F16 a, F16 b) {
+  return {_mm512_mask_blend_ps(__mmask16(bits), b.v, a.v)};
+}
 inline F16 load_bf16(const bf16* p) {
   __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p));
   return {_mm512_castsi512_ps(_mm512_slli_epi32(wide, 16))};
@@ -204,6 +208,15 @@ inline __m256i min_where_equal_8(__m256 x, __m256 y, __m256i p, __m256i q) {
 }
 inline I16 min_where_equal(F16 x, F16 y, I16 p, I16 q) {
   JS_EACH_F(min_where_equal_8(x.a, y.a, p.a, q.a), min_where_equal_8(x.b, y.b, p.b, q.b))
+}
+inline __m256 set_bits_8(int bits) {
+  const __m256i each = _mm256_set_epi32(128, 64, 32, 16, 8, 4, 2, 1);
+  const __m256i those = _mm256_and_si256(_mm256_set1_epi32(bits), each);
+  return _mm256_castsi256_ps(_mm256_cmpeq_epi32(those, each));
+}
+inline F16 where_bits(uint16_t bits, F16 x, F16 y) {
+  JS_EACH_F(_mm256_blendv_ps(y.a, x.a, set_bits_8(bits)),
+            _mm256_blendv_ps(y.b, x.b, set_bits_8(bits >> 8)))
 }
 inline F16 first(int n, F16 p, F16 q) {
   const F16 lane = {_mm256_setr_ps(0, 1, 2, 3, 4, 5, 6, 7),

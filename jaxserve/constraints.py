@@ -65,9 +65,7 @@ class Constraints:
             return
         assert isinstance(params.structured_outputs, StructuredOutputsParams)
         matcher = self.grammars.matcher(params.structured_outputs)
-        ids = params.allowed_token_ids
-        allowed = None if ids is None else pack_ids(ids, self._words)
-        self._known[seq] = _Constraint(matcher, allowed)
+        self._known[seq] = _Constraint(matcher, self._allowed(params))
 
     def discard(self, seq: Sequence) -> None:
         """Forget a sequence."""
@@ -124,3 +122,12 @@ class Constraints:
             constraint.matcher.consume_tokens(constraint.pending)
             constraint.pending.clear()
         return constraint.matcher
+
+    def _allowed(self, params: SamplingParams) -> npt.NDArray[np.int32] | None:
+        """What a request allows beside its constraint, packed; None for everything."""
+        ids, goes_on = params.allowed_token_ids, params.ignore_eos or not self.grammars.has_end
+        if ids is None and not goes_on:
+            return None
+        end_ids = self.grammars.end_ids if goes_on else ()
+        chosen = range(self._words * 32) if ids is None else ids
+        return pack_ids([i for i in chosen if i not in end_ids], self._words)

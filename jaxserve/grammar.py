@@ -14,14 +14,17 @@ from collections.abc import Collection
 from typing import Any
 
 import llguidance
+import tokenizers
 
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.tokenizer import Tokenizer
 
 MOST_KEPT = 128
 """Compiled grammars that are kept for requests to come."""
-WHITESPACE = r"[ \n\t]{0,16}"
-"""Between the parts of a JSON value.  Bounded: a small model may else go on with it for ever."""
+STANDS_FOR_END = "<|end of text that the model does not have|>"
+WHITESPACE = r"(\n[ \t]{0,16}| )?"
+"""Between the parts of a JSON value: none, a space, or a new line and its indentation.  A small
+model may else go on with it for ever."""
 
 
 class Grammars:
@@ -35,16 +38,15 @@ class Grammars:
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, end_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
-        self._vocab_size = vocab_size
-        self._end_ids = sorted(end_ids)
+        self.has_end = bool(end_ids)
+        """Whether there are such tokens."""
+        self.end_ids = sorted(end_ids) or [tokenizer.vocab_size]
+        """These tokens, or one that stands for them in masks and that no model knows."""
+        self.num_ids = max(vocab_size, self.end_ids[-1] + 1)
+        """Ids of a mask."""
         self._lock = threading.Lock()
         self._vocabulary: Any = None
         self._kept: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
-
-    @property
-    def num_ids(self) -> int:
-        """Ids of a mask: the model's, and one more for the end of a model that has no end token."""
-        return self._vocab_size + (not self._end_ids)
 
     def matcher(self, constraint: StructuredOutputsParams) -> llguidance.LLMatcher:
         """A matcher at the beginning of its text.
@@ -79,12 +81,18 @@ class Grammars:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = llguidance.LLTokenizer(
-                    self._tokenizer.backend.to_str(),
-                    n_vocab=self.num_ids,
-                    eos_token=self._end_ids or [self._vocab_size],
+                    self._vocabulary_text(), n_vocab=self.num_ids, eos_token=self.end_ids
                 )
             tokens: llguidance.LLTokenizer = self._vocabulary
             return tokens
+
+    def _vocabulary_text(self) -> str:
+        text = str(self._tokenizer.backend.to_str())
+        if self.has_end:
+            return text
+        backend = tokenizers.Tokenizer.from_str(text)
+        backend.add_special_tokens([STANDS_FOR_END])
+        return str(backend.to_str())
 
 
 def grammar_text(constraint: StructuredOutputsParams) -> str:

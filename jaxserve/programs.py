@@ -27,6 +27,8 @@ from jaxserve.swap import Pages, SwapSizes, put, take
 from pallas_kernels import KVPages
 
 SET_SLOT, TAKE_PAGES, PUT_PAGES = "set-slot", "take-pages", "put-pages"
+SAMPLE = "sample"
+"""The second half of a step, whatever its chunk."""
 
 
 def step_name(shape: StepShape) -> str:
@@ -37,11 +39,6 @@ def step_name(shape: StepShape) -> str:
 def forward_name(shape: StepShape) -> str:
     """Name of the first half of a step."""
     return f"forward-{shape}"
-
-
-def sample_name(rows: int) -> str:
-    """Name of the second half of a step."""
-    return f"sample-{rows}"
 
 
 def score_name(chunk: int) -> str:
@@ -120,7 +117,7 @@ class Programs:
 
     def _halves(self) -> list[Program]:
         forwards = [self._forward(shape) for shape in self.shapes.split()]
-        return [*forwards, *(self._sample(rows) for rows in self.shapes.split_rows)]
+        return [*forwards, self._sample()]
 
     def _forward(self, shape: StepShape) -> Program:
         packed, cache = self._packed(shape), self.cache()
@@ -133,13 +130,13 @@ class Programs:
             donate=(1, 2),
         )
 
-    def _sample(self, rows: int) -> Program:
-        spec = self.spec
+    def _sample(self) -> Program:
+        spec, rows = self.spec, self.shapes.max_rows
         hidden = self._array((rows, spec.model.hidden_size), jnp.float32)
         packed = self._array((spec.batch_layout(StepShape(rows, 0)).num_row_numbers,), jnp.int32)
         masks = self._array((rows, spec.sizes.allowed_words), jnp.int32)
         return self._program(
-            sample_name(rows),
+            SAMPLE,
             build_sample(spec, rows),
             (self.params, self.carry(), hidden, packed, masks),
             results=(self.carry(), packed),

@@ -24,11 +24,11 @@ from jaxserve.loading.canonical import leaves
 from jaxserve.models.llama import Params
 from jaxserve.programs import (
     PUT_PAGES,
+    SAMPLE,
     SET_SLOT,
     TAKE_PAGES,
     Programs,
     forward_name,
-    sample_name,
     score_name,
     step_name,
 )
@@ -108,7 +108,7 @@ class Runner:
         self._steps = {shape: loading[step_name(shape)] for shape in shapes.all()}
         self._prompt_logprobs = {chunk: loading[score_name(chunk)] for chunk in shapes.chunks}
         self._forwards = {s: loading[forward_name(s)] for s in shapes.split() if split}
-        self._samples = {n: loading[sample_name(n)] for n in shapes.split_rows if split}
+        self._sample = loading.get(SAMPLE)
         self._set_slot = loading[SET_SLOT]
         self._take_pages, self._put_pages = loading.get(TAKE_PAGES), loading.get(PUT_PAGES)
         self._cache: Cache = jax.tree.map(
@@ -197,7 +197,8 @@ class Runner:
             masks: i32[rows, allowed_words], packed bits.
             shape: of the step.
         """
-        half = self._samples[shape.rows].result()
+        assert self._sample is not None
+        half = self._sample.result()
         rows = packed[: self.spec.batch_layout(shape).num_row_numbers]
         self._carry, out = half(self._params, self._carry, forwarded.hidden, rows, masks)
         out.copy_to_host_async()

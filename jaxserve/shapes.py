@@ -15,9 +15,6 @@ from jaxserve.config import EngineConfig
 SMALLEST_ROWS = {"cpu": 8}
 """Fewest rows of a step: below 8, XLA's CPU backend leaves the matrix units (4x slower)."""
 
-SMALLEST_SPLIT = 8
-"""Fewest rows of a step that is split in two, where there are as many slots."""
-
 
 @dataclass(frozen=True, order=True)
 class StepShape:
@@ -62,19 +59,13 @@ class ShapeSet:
         decode = tuple(StepShape(rows, 0) for rows in self.decode_rows)
         return decode + tuple(StepShape(self.max_rows, chunk) for chunk in self.chunks)
 
-    @property
-    def split_rows(self) -> tuple[int, ...]:
-        """Sequence rows of the steps that also exist split in two, increasing.
-
-        Few of them: such steps run only while a sequence with a constraint samples, and a padded
-        row costs little beside another executable to compile.
-        """
-        least = _at_least(self.decode_rows, min(SMALLEST_SPLIT, self.max_rows), "sequences")
-        return tuple(sorted({least, self.max_rows}))
-
     def split(self) -> tuple[StepShape, ...]:
-        """The shapes that also exist split in two, decode first."""
-        return ShapeSet(self.split_rows, self.chunks).all()
+        """The shapes that also exist split in two, decode first: those with the most rows.
+
+        Such steps run only while a sequence with a constraint samples, and rows of padding cost
+        little beside the compilation of more executables.
+        """
+        return ShapeSet((self.max_rows,), self.chunks).all()
 
     def choose_split(self, num_seqs: int, num_chunk_tokens: int) -> StepShape:
         """The smallest shape of `split` that holds a step.
@@ -82,7 +73,7 @@ class ShapeSet:
         Raises:
             ValueError: none does.
         """
-        return ShapeSet(self.split_rows, self.chunks).choose(num_seqs, num_chunk_tokens)
+        return ShapeSet((self.max_rows,), self.chunks).choose(num_seqs, num_chunk_tokens)
 
     def choose(self, num_seqs: int, num_chunk_tokens: int) -> StepShape:
         """The smallest shape that holds a step.

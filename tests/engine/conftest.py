@@ -17,4 +17,4 @@ def executables(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def mini(executables: Path) -> Mini:
-    return Mini.build(executables)
+    return Mini.build(executables, grammars=True)

@@ -41,6 +41,7 @@ FEATURES: list[tuple[str, Any]] = [
     ("min_tokens", lambda r: r.randint(1, 4)),
     ("skip_special_tokens", lambda r: False),
     ("n", lambda r: r.randint(2, 4)),
+    ("structured_outputs", lambda r: r.choice([{"regex": "[a-z ]+"}, {"json_object": True}])),
 ]
 
 
@@ -50,6 +51,8 @@ def random_request(rng: random.Random, features: set[str]) -> tuple[list[int], S
     fields = {name: make(rng) for name, make in chosen}
     length = rng.choice([rng.randint(1, 20), rng.randint(1, 60), rng.randint(1, LONGEST - 1)])
     max_tokens = rng.choice([4, 12, rng.randint(5, 40), 400 if length > LONGEST - 20 else 9])
+    if "structured_outputs" in fields:
+        fields.pop("allowed_token_ids", None)  # together they may allow nothing
     if "prompt_logprobs" in fields and rng.random() < 0.3:
         max_tokens, fields["min_tokens"] = 0, 0
     # Some prompts begin alike, so that they share pages.

@@ -105,6 +105,24 @@ def test_products_against_numpy(name: str, grouped: bool, shape: tuple[int, int]
     )
     np.testing.assert_array_equal(token, np.asarray(normed).argmax(-1))
     np.testing.assert_array_equal(most, np.asarray(normed).max(-1))
+    words = np.random.default_rng(3).integers(-(2**31), 2**31, (rows, -(-case.outputs // 32)))
+    words[5] = 0  # nothing is allowed
+    bits = (words[:, :, None] >> np.arange(32)) & 1
+    held = np.where(bits.reshape(rows, -1)[:, : case.outputs] == 1, normed, -np.inf)
+    token, most = ops.norm_argmax(
+        kernels,
+        case.x[:rows],
+        used(case.x[:rows]),
+        case.gain,
+        1e-5,
+        case.packed,
+        case.outputs,
+        words.astype(np.int32),
+    )
+    np.testing.assert_array_equal(most, held.max(-1))
+    some = np.isfinite(held.max(-1))
+    assert not some[5]
+    np.testing.assert_array_equal(token[some], held.argmax(-1)[some])
     numbers = np.array([0, case.outputs - 1, 7, case.outputs + 5, -3], np.int32)
     picked = ops.weight_rows(kernels, numbers, case.packed, case.outputs, case.inputs)
     clipped = case.numbers[np.clip(numbers, 0, case.outputs - 1)]

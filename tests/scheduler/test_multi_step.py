@@ -59,6 +59,15 @@ def test_a_prefill_is_a_single_step() -> None:
     assert [harness.step().num_steps for _ in range(3)] == [1, 1, 2]
 
 
+def test_a_sequence_whose_tokens_the_host_must_see_makes_steps_single() -> None:
+    harness = decoding(20)
+    harness.add(4, max_tokens=6, single_step=True)
+    plans = [harness.dispatch() for _ in range(6)]
+    assert [plan.num_steps for plan in plans] == [1] * 6
+    harness.drain()
+    assert harness.requests[1].seq.num_output == 6
+
+
 def test_a_sequence_that_waits_makes_steps_single() -> None:
     harness = Harness(multi_step=8, max_num_seqs=1)
     harness.add(4, max_tokens=9, stop_ids=frozenset({99}))

@@ -1,10 +1,7 @@
 """Answer the lines of a batch file with an engine, a bounded number of requests at a time.
 
-Knows how a line becomes engine requests and how a record is written.  Does not know which lines
-are pending (`batch_file.py`), or the command line.
-
-Records are appended and flushed as lines finish, so that a killed run loses only what was being
-computed.  A line that fails costs a record, never the run.
+Knows how a line becomes engine requests.  Does not know which lines are pending (`batch_file.py`),
+or the command line.  A line that fails costs a record, never the run.
 """
 
 from __future__ import annotations
@@ -13,17 +10,11 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import msgspec
-
-from jaxserve.batch_file import (
-    BatchJob,
-    Line,
-    answer_record,
-    failure_record,
-)
+from jaxserve.batch_file import BatchJob, Line
 from jaxserve.batch_line import LineRequest
+from jaxserve.batch_writer import BatchReport, BatchWriter
 from jaxserve.drive import take_finished
 from jaxserve.outputs import RequestOutput
 from jaxserve.protocol import Prompt, RequestError, request_error, response_body
@@ -34,15 +25,6 @@ if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class BatchReport:
-    """What became of the pending lines."""
-
-    num_answered: int = 0
-    num_failed: int = 0
-    interrupted: bool = False
 
 
 def run_batch(
@@ -67,7 +49,7 @@ def run_batch(
         OSError: the output cannot be written.
     """
     with job.start() as output:
-        writer = _Writer(output, on_record)
+        writer = BatchWriter(output, on_record)
         for line, error in job.failures():
             writer.fail(line, error)
         if any(line.is_valid for line in job.lines):
@@ -75,29 +57,6 @@ def run_batch(
             run = _Run(llm.engine, llm.tokenizer, job.model, writer)
             writer.report.interrupted = run.answer(job.requests(), max_in_engine, should_stop)
         return writer.report
-
-
-class _Writer:
-    """Appends records, flushing each."""
-
-    def __init__(self, output: IO[bytes], on_record: Callable[[], object]) -> None:
-        self._output = output
-        self._on_record = on_record
-        self.report = BatchReport()
-
-    def answer(self, line: Line, body: Any) -> None:
-        self.report.num_answered += 1
-        self._write(answer_record(line, body))
-
-    def fail(self, line: Line, error: RequestError) -> None:
-        self.report.num_failed += 1
-        log.debug("line %d (custom_id %r): %s", line.number, line.custom_id, error)
-        self._write(failure_record(line, error))
-
-    def _write(self, record: dict[str, Any]) -> None:
-        self._output.write(msgspec.json.encode(record) + b"\n")
-        self._output.flush()
-        self._on_record()
 
 
 @dataclass(slots=True)
@@ -115,7 +74,9 @@ class _Active:
 class _Run:
     """The lines in the engine, by the ids of their requests."""
 
-    def __init__(self, engine: Engine, tokenizer: Tokenizer, model: str, writer: _Writer) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Tokenizer, model: str, writer: BatchWriter
+    ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._model = model

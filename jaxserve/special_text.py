@@ -43,7 +43,8 @@ class SpecialTextGuard:
     def mark(self, value: Any) -> Any:
         """Return the value with a break in all special-token text of its strings.
 
-        Mappings and lists are walked; the keys of a caller's JSON are its words, too.
+        Mappings and lists are walked.  Keys are marked, too: JSON of the caller's, such as a
+        function's schema, is rendered with them.
 
         Raises:
             ValueError: a string holds the characters that serve as breaks.
@@ -51,18 +52,27 @@ class SpecialTextGuard:
         if isinstance(value, str):
             return self._mark_text(value)
         if isinstance(value, Mapping):
-            return {self.mark(key): self.mark(item) for key, item in value.items()}
+            return {self._mark_key(key): self.mark(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.mark(item) for item in value]
         return value
 
-    def _mark_text(self, text: str) -> str:
+    def _mark_key(self, key: Any) -> Any:
+        if not isinstance(key, str):
+            return key
+        # A name that a template looks up must stay as it is; such names begin no special token.
+        return self._broken(key) if key.isidentifier() else self._mark_text(key)
+
+    def _broken(self, text: str) -> str:
         if re.search(f"[{_BREAK}-{_CLOSE}]", text):
             raise ValueError(
                 "a message holds one of the noncharacters U+FDD0 to U+FDD2, which are reserved; "
                 "remove it"
             )
-        text = self._first_char.sub(f"\\g<0>{_BREAK}", text)
+        return self._first_char.sub(f"\\g<0>{_BREAK}", text)
+
+    def _mark_text(self, text: str) -> str:
+        text = self._broken(text)
         # The template may go on with another string of the user's, which must not complete it.
         end = len(text.rstrip())
         if any(text[max(0, end - n) : end] in self._beginnings for n in range(1, self._longest)):

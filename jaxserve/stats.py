@@ -38,8 +38,8 @@ class EngineStats:
     host_s_per_step: float | None
     """Time of a step in which the host was not waiting for the device."""
     host_s_by_phase: dict[str, float]
-    """That time, of all steps, by what the host did: schedule, admit, pack, dispatch, update,
-    and output (text, log-probabilities, times)."""
+    """That time, of all steps, by what the host did: schedule, admit, pack, dispatch, masks (that
+    constraints put on the tokens), update, and output (text, log-probabilities, times)."""
     step_s: float | None
     """Mean time from one step's report to the next."""
     steps_by_shape: dict[str, int]

@@ -9,7 +9,8 @@ from scheduler.config import SchedulerConfig
 from scheduler.plan import ScheduledTokens, StepPlan, Update
 from scheduler.policy import AdmissionPolicy, Continuous, Dynamic, Static
 from scheduler.prefix_cache import PrefixCache
-from scheduler.scheduler import Scheduler, SchedulerStats
+from scheduler.residents import SchedulerStats
+from scheduler.scheduler import Scheduler
 from scheduler.sequence import FinishReason, Sequence, Status
 from scheduler.swap_space import PageCopy, SwapSpace
 

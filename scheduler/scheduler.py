@@ -7,9 +7,7 @@ does in real time.
 
 from __future__ import annotations
 
-import heapq
 from collections import abc
-from dataclasses import dataclass
 
 from scheduler.block_pool import BlockPool
 from scheduler.config import SchedulerConfig
@@ -17,27 +15,11 @@ from scheduler.fair_share import FairQueue
 from scheduler.latency import LatencyBound, Unbounded
 from scheduler.plan import ScheduledTokens, StepPlan, Update
 from scheduler.policy import AdmissionPolicy, Continuous, precedence
-from scheduler.prefix_cache import PrefixCache
-from scheduler.queues import RankHeap, SeniorityQueue, WaitingQueue
+from scheduler.queues import RankHeap, WaitingQueue
+from scheduler.residents import Residents, SchedulerStats
 from scheduler.sequence import FinishReason, Sequence, Status
 from scheduler.step_time import StepCost
-from scheduler.swap import Swapper
-from scheduler.swap_space import PageCopy, SwapSpace
-
-
-@dataclass(slots=True)
-class SchedulerStats:
-    """Counts since the start, or since the caller put a new one in its place."""
-
-    num_preemptions: int = 0
-    num_swaps: int = 0
-    """Preemptions whose pages were kept on the host; the others are recomputed."""
-    discarded_tokens: int = 0
-    """Sampled tokens that came after what ended their sequence."""
-    prefix_query_tokens: int = 0
-    """Tokens looked up in the prefix cache at first admissions."""
-    prefix_hit_tokens: int = 0
-    """Those of them that it had."""
+from scheduler.swap_space import SwapSpace
 
 
 class Scheduler:
@@ -78,15 +60,11 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.waiting: WaitingQueue = FairQueue() if config.fair_share else RankHeap()
-        self.running = SeniorityQueue()
         self.stats = SchedulerStats()
         self._admission = Continuous() if admission is None else admission
-        self._prefix_cache = PrefixCache(pool)
         space = SwapSpace(0) if swap_space is None else swap_space
-        self._swapper = Swapper(config.preemption, config.page_cost_tokens, space)
-        self._swapped_out: list[PageCopy] = []  # by the plan in the making
-        self._swapped_in: list[PageCopy] = []
-        self._free_slots = list(range(config.max_num_seqs))  # a heap
+        self._residents = Residents(config, pool, self.waiting, space, self.stats)
+        self.running = self._residents.running
         self._clock = clock or _no_time
         self._bound = _latency_bound(config, cost)
         self._num_added = 0
@@ -146,29 +124,34 @@ class Scheduler:
 
         Call it with at most one earlier plan, empty or not, that is not updated yet.
         """
-        preempted: list[Sequence] = []
+        residents = self._residents
         in_decode = [seq.in_decode for seq in self.running]
         num_steps = self._num_steps(in_decode)
         budget = self._prefill_budget(sum(in_decode))
         num_decode_steps = num_steps if self.config.mixed else 0
-        entries, budget = self._continue(in_decode, num_decode_steps, budget, preempted)
+        entries, budget = self._continue(in_decode, num_decode_steps, budget)
         num_continued = len(entries)
 
         # Whoever joined after a preemption would take the pages that were missing.
-        while budget > 0 and not preempted and (entry := self._admit(budget)):
+        while budget > 0 and not residents.any_preempted and (entry := self._admit(budget)):
             entries.append(entry)
             budget -= entry.count
         admitted = tuple(entry.seq for entry in entries[num_continued:])
 
         if not entries and not self.config.mixed:
             in_decode = [seq.in_decode for seq in self.running]
-            entries, _ = self._continue(in_decode, num_steps, 0, preempted)
-        for _ in preempted:
+            entries, _ = self._continue(in_decode, num_steps, 0)
+        moves = residents.moves()
+        for _ in moves.preempted:
             self._admission.on_preempted()
-        out, back = tuple(self._swapped_out), tuple(self._swapped_in)
-        self._swapped_out.clear()
-        self._swapped_in.clear()
-        return StepPlan(tuple(entries), admitted, tuple(preempted), num_steps, out, back)
+        return StepPlan(
+            tuple(entries),
+            admitted,
+            tuple(moves.preempted),
+            num_steps,
+            tuple(moves.swapped_out),
+            tuple(moves.swapped_in),
+        )
 
     def update(
         self,
@@ -216,10 +199,9 @@ class Scheduler:
         if seq.finish_reason is not None:
             return
         if seq.status is Status.RUNNING:
-            self._vacate(seq)
+            self._residents.vacate(seq)
         else:
-            self.waiting.remove(seq)
-            self._swapper.drop(seq)
+            self._residents.drop(seq)
         seq.status = Status.FINISHED
         seq.finish_reason = reason
 
@@ -240,39 +222,16 @@ class Scheduler:
         self.finish(seq, FinishReason.ABORT)
 
     def reset_prefix_cache(self) -> None:
-        """Forget the content of all pages, as new weights require.
-
-        Running sequences go on with what they have computed, so the pages that they fill from
-        now on are a mixture and are not kept either.
-        """
-        self._prefix_cache.clear()
-        for seq in self.running:
-            seq.keeps_pages = False
-            seq.is_stale = True
-        for seq in self.waiting:
-            self._swapper.drop(seq)
+        """Forget the content of all pages, as new weights require."""
+        self._residents.forget_content()
 
     def check(self) -> None:
         """Assert what must hold between any two calls; linear in pages and sequences."""
-        running, waiting = list(self.running), list(self.waiting)
-        self.pool.check(seq.block_table for seq in running)
-        slots = self._free_slots + [seq.slot for seq in running if seq.slot is not None]
-        assert sorted(slots) == list(range(self.config.max_num_seqs)), f"slots {slots}"
-        for queue in (running, waiting):
+        for queue in (self.running, self.waiting):
             ranks = [seq.rank for seq in queue]
             assert ranks == sorted(set(ranks)), f"ranks {ranks}"
-        for seq in running:
-            assert seq.status is Status.RUNNING
-            assert 0 <= seq.num_in_flight <= seq.num_tokens
-            assert 0 < seq.num_computed <= seq.num_tokens
-            assert self.pool.num_missing(seq.block_table, seq.num_computed) == 0
         self.waiting.check()
-        self._swapper.check(waiting)
-        for seq in waiting:
-            assert seq.status in (Status.WAITING, Status.PREEMPTED)
-            assert seq.slot is None
-            assert not seq.block_table
-            assert seq.num_computed == 0
+        self._residents.check()
 
     def _prefill_budget(self, num_decodes: int) -> int:
         """Most prompt tokens of the next step."""
@@ -280,7 +239,7 @@ class Scheduler:
         rows, num_waiting = (num_decodes, 0) if config.mixed else (0, num_decodes)
         most = min(config.token_budget - rows, config.max_prefill_tokens)
         nobody_prefills = num_decodes == self.num_running and not (
-            self.num_waiting and self._free_slots
+            self.num_waiting and self._residents.num_free_slots
         )
         if nobody_prefills:
             return most
@@ -291,7 +250,6 @@ class Scheduler:
         in_decode: abc.Sequence[bool],
         num_steps: int,
         prefill_budget: int,
-        preempted: list[Sequence],
     ) -> tuple[list[ScheduledTokens], int]:
         """Plan the running sequences: the entries, and what is left of the budget.
 
@@ -303,7 +261,7 @@ class Scheduler:
             count = (
                 min(num_steps, seq.num_left) if decodes else min(seq.num_prefill, prefill_budget)
             )
-            if count > 0 and (entry := self._take(seq, count, preempted)):
+            if count > 0 and (entry := self._residents.take(seq, count)):
                 entries.append(entry)
                 prefill_budget -= 0 if decodes else count
         return entries, prefill_budget
@@ -326,7 +284,7 @@ class Scheduler:
             most = lefts[-1] if self._slots_stay_taken(seqs) else 1
         num_steps = min(self.config.multi_step, most)
         num_steps = self._bound.max_steps(len(seqs), self.running, num_steps)
-        while num_steps > 1 and self._num_missing(seqs, num_steps) > self.pool.num_free:
+        while num_steps > 1 and self._residents.num_missing(num_steps) > self.pool.num_free:
             num_steps -= 1
         return num_steps
 
@@ -335,138 +293,27 @@ class Scheduler:
         all_run = len(seqs) == self.config.max_num_seqs
         return all_run and not any(seq.stop_ids for seq in seqs)
 
-    def _num_missing(self, seqs: abc.Iterable[Sequence], num_steps: int) -> int:
-        """Pages that running sequences lack for so many decode steps."""
-        return sum(
-            self.pool.num_missing(seq.block_table, seq.num_computed + min(num_steps, seq.num_left))
-            for seq in seqs
-        )
-
-    def _take(self, seq: Sequence, count: int, preempted: list[Sequence]) -> ScheduledTokens | None:
-        """Plan `count` tokens of a running sequence; None if it had to yield instead."""
-        num_missing = self.pool.num_missing(seq.block_table, seq.num_computed + count)
-        if num_missing > 0 and not self._make_room(seq, num_missing, preempted):
-            return None
-        return self._advance(seq, count, num_missing)
-
-    def _make_room(self, seq: Sequence, num_pages: int, preempted: list[Sequence]) -> bool:
-        """Preempt until `num_pages` are free; False if `seq` itself was the last to ask."""
-        while num_pages > self.pool.num_free:
-            victim = self.running.last
-            self._preempt(victim)
-            preempted.append(victim)
-            if victim is seq:
-                return False
-        return True
-
-    def _advance(self, seq: Sequence, count: int, num_new_pages: int) -> ScheduledTokens:
-        """Plan the next `count` tokens of a sequence and count them as computed."""
-        assert seq.slot is not None
-        start, first_new_page = seq.num_computed, len(seq.block_table)
-        new_pages: tuple[int, ...] = ()
-        if num_new_pages > 0:
-            new_pages = tuple(self.pool.allocate(num_new_pages))
-            seq.block_table.extend(new_pages)
-        is_decode = start >= seq.prefill_end
-        samples = start + count >= seq.prefill_end and seq.max_tokens > 0
-        entry = ScheduledTokens(
-            seq, seq.slot, start, count, samples, is_decode, first_new_page, new_pages
-        )
-        seq.num_computed += count
-        seq.num_in_flight += entry.num_samples
-        self.waiting.serve(seq.key, 0, entry.num_samples)
-        return entry
-
     def _admit(self, prefill_budget: int) -> ScheduledTokens | None:
         """Let the most senior waiting sequence run; None if it must wait, and the others too."""
-        num_slots = len(self._free_slots)
+        residents, num_slots = self._residents, self._residents.num_free_slots
         may_admit = self._admission.may_admit(self.num_running, self.num_waiting, num_slots)
         if not may_admit or num_slots == 0 or self.num_waiting == 0:
             return None
         seq = self.waiting.first
         if seq.num_in_flight > 0:
             return None  # preempted just now: its last token is not known yet
-        hits = self._prefix_cache.match(seq) if self._reads_cache(seq) else []
-        fits = self._fits_now(seq, hits, prefill_budget)
+        hits = residents.match(seq)
+        fits = residents.fits(seq, hits, prefill_budget)
         if not fits or not self._bound.may_join(seq, self.running):
             return None
         is_new = seq.status is Status.WAITING
-        self._place(seq, hits)
+        residents.place(seq, hits)
+        self._admission.on_admitted()
         if is_new:
             self.waiting.serve(seq.key, seq.num_prompt - seq.num_computed, 0)
         count = min(seq.num_prefill, prefill_budget)
         num_missing = self.pool.num_missing(seq.block_table, seq.num_computed + count)
-        return self._advance(seq, count, num_missing)
-
-    def _reads_cache(self, seq: Sequence) -> bool:
-        return self.config.enable_prefix_caching and seq.reads_prefix_cache
-
-    def _fits_now(self, seq: Sequence, hits: list[int], prefill_budget: int) -> bool:
-        """Whether there are pages for all its tokens, even if this step computes only a chunk.
-
-        Where budget is left, all running sequences have the pages of their prefills: no free page
-        is counted on twice, and nobody is admitted only to be preempted in the middle of one.
-        """
-        num_pending = seq.num_tokens - max(len(hits) * self.pool.page_size, seq.num_swapped)
-        if not self.config.enable_chunked_prefill and num_pending > prefill_budget:
-            return False
-        num_missing = self.pool.num_missing(hits, seq.num_tokens)
-        return num_missing <= self.pool.num_free_beside(hits)
-
-    def _place(self, seq: Sequence, hits: list[int]) -> None:
-        """Give a waiting sequence a slot and the pages of its cached prefix."""
-        self.waiting.remove(seq)
-        seq.rank = self.waiting.rank_of_admitted(seq)
-        self.pool.share(hits)
-        seq.block_table += hits
-        seq.num_computed = len(hits) * self.pool.page_size
-        if seq.num_swapped > 0:
-            self._bring_back(seq)
-        seq.is_stale = False
-        seq.prefill_end = len(seq.token_ids)
-        seq.keeps_pages = self.config.enable_prefix_caching
-        if seq.status is Status.WAITING and self._reads_cache(seq):
-            seq.num_cached = seq.num_computed
-            self.stats.prefix_query_tokens += seq.num_tokens
-            self.stats.prefix_hit_tokens += seq.num_cached
-        seq.slot = heapq.heappop(self._free_slots)
-        seq.status = Status.RUNNING
-        self.running.add(seq)
-        self._admission.on_admitted()
-
-    def _bring_back(self, seq: Sequence) -> None:
-        """Give a sequence the pages it had when it was preempted, from the host."""
-        num_hits = len(seq.block_table)
-        if seq.num_swapped > seq.num_computed:
-            num_missing = self.pool.num_missing(seq.block_table, seq.num_swapped)
-            seq.block_table += self.pool.allocate(num_missing)
-            seq.num_computed = seq.num_swapped
-        self._swapped_in += self._swapper.restore(seq, num_hits)
-
-    def _preempt(self, seq: Sequence) -> None:
-        """Send a running sequence back to wait.
-
-        It is recomputed later but for what stays cached, or its pages are kept on the host.
-        """
-        saved = self._swapper.save(seq)
-        self._swapped_out += saved
-        self.stats.num_swaps += len(saved)
-        self._vacate(seq)
-        seq.status = Status.PREEMPTED
-        seq.num_preemptions += 1
-        self.stats.num_preemptions += 1
-        self.waiting.add(seq)
-
-    def _vacate(self, seq: Sequence) -> None:
-        """Take slot and pages from a running sequence."""
-        assert seq.slot is not None
-        self.running.remove(seq)
-        heapq.heappush(self._free_slots, seq.slot)
-        self.pool.release(seq.block_table)
-        seq.slot = None
-        seq.keeps_pages = False
-        seq.block_table.clear()
-        seq.num_computed = 0
+        return residents.advance(seq, count, num_missing)
 
     def _record(
         self, entry: ScheduledTokens, tokens: abc.Sequence[int], *, failed: bool
@@ -481,8 +328,7 @@ class Scheduler:
             assert not entry.samples or len(seq.token_ids) == entry.end, "plans not in order"
             ends = self._append(seq, tokens)
             end = entry.start if failed else entry.end
-        if seq.keeps_pages:
-            self._prefix_cache.keep(seq, entry.start, end)
+        self._residents.keep(seq, entry.start, end)
         if ends or failed:
             return FinishReason.STOP if ends else FinishReason.ERROR
         assert len(tokens) == entry.num_samples, "the device ended what the host does not"

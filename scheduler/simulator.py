@@ -14,7 +14,8 @@ from math import inf
 from typing import Any, Literal
 
 from scheduler.plan import ScheduledTokens, StepPlan
-from scheduler.scheduler import Scheduler, SchedulerStats
+from scheduler.residents import SchedulerStats
+from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
 from scheduler.step_time import Buckets, StepCost, StepWork
 from scheduler.summary import Bounds, over, summarise

@@ -18,6 +18,7 @@ from jaxserve.batch_writer import BatchReport, BatchWriter
 from jaxserve.drive import take_finished
 from jaxserve.outputs import RequestOutput
 from jaxserve.protocol import Prompt, RequestError, request_error, response_body
+from jaxserve.protocol.answer_format import AnswerFormat
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
@@ -32,6 +33,7 @@ def run_batch(
     load: Callable[[], LLM],
     *,
     max_in_engine: int,
+    response_template: str | None = None,
     on_record: Callable[[], object] = lambda: None,
     should_stop: Callable[[], bool] = lambda: False,
 ) -> BatchReport:
@@ -42,6 +44,8 @@ def run_batch(
         load: makes the model; called only if a line needs it.
         max_in_engine: most samples submitted and unfinished at once.  One line with more than
             that runs alone.
+        response_template: how the model writes reasoning and tool calls; see
+            `AnswerFormat.choose`.
         on_record: called after each record written.
         should_stop: asked between steps; true ends the run early, leaving a resumable file.
 
@@ -54,7 +58,8 @@ def run_batch(
             writer.fail(line, error)
         if any(line.is_valid for line in job.lines):
             llm = load()
-            run = _Run(llm.engine, llm.tokenizer, job.model, writer)
+            answer_format = AnswerFormat.choose(response_template, llm.tokenizer)
+            run = _Run(llm.engine, llm.tokenizer, job.model, writer, answer_format)
             writer.report.interrupted = run.answer(job.requests(), max_in_engine, should_stop)
         return writer.report
 
@@ -75,12 +80,18 @@ class _Run:
     """The lines in the engine, by the ids of their requests."""
 
     def __init__(
-        self, engine: Engine, tokenizer: Tokenizer, model: str, writer: BatchWriter
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        model: str,
+        writer: BatchWriter,
+        answer_format: AnswerFormat | None,
     ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._model = model
         self._writer = writer
+        self._answer_format = answer_format
         self._active: dict[str, _Active] = {}
         self._num_samples = 0
 
@@ -111,8 +122,8 @@ class _Run:
     def _submit(self, line: Line, parsed: LineRequest) -> None:
         active = None
         try:
-            params = parsed.request.sampling_params()
             prompts = parsed.request.prompts(self._tokenizer)
+            params = parsed.request.sampling_params(self._answer_format, prompts)
             active = _Active(line, parsed, prompts, params.n * len(prompts))
             for index, prompt in enumerate(prompts):
                 request_id = self._engine.submit(
@@ -165,5 +176,6 @@ class _Run:
             response_id=f"{active.parsed.request_id.removeprefix('req_')}-{active.line.number}",
             model=self._model,
             created=int(time.time()),
+            answer_format=self._answer_format,
         )
         self._writer.answer(active.line, body)

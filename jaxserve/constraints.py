@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from functools import cached_property
+from typing import TYPE_CHECKING, NamedTuple
 
-import llguidance
-import llguidance.numpy
 import numpy as np
 import numpy.typing as npt
 
@@ -21,6 +20,9 @@ from jaxserve.grammar import Grammars
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured import StructuredOutputsParams
 from scheduler import Sequence, StepPlan
+
+if TYPE_CHECKING:
+    import llguidance
 
 
 class Masks(NamedTuple):
@@ -56,7 +58,6 @@ class Constraints:
         self.grammars = grammars
         self._words = words
         self._known: dict[Sequence, _Constraint] = {}
-        self._executor = llguidance.LLExecutor()
         self._thread = ThreadPoolExecutor(1, "masks")
 
     def add(self, seq: Sequence, params: SamplingParams) -> None:
@@ -106,8 +107,10 @@ class Constraints:
                 masks.complete.append(seq)
             else:
                 goes_on.append((matcher, row))
-        if goes_on:  # of an empty list it makes an error
-            llguidance.numpy.fill_next_token_bitmask_par(self._executor, goes_on, words)
+        if goes_on:  # llguidance refuses an empty list
+            from llguidance.numpy import fill_next_token_bitmask_par
+
+            fill_next_token_bitmask_par(self._executor, goes_on, words)
         words = np.ascontiguousarray(words[:, : self._words])
         for row, seq, constraint in rows:
             if constraint.matcher.is_error() and seq not in dict(masks.broken):
@@ -115,6 +118,12 @@ class Constraints:
             if constraint.allowed is not None:
                 words[row] &= constraint.allowed
         return masks._replace(words=words)
+
+    @cached_property
+    def _executor(self) -> llguidance.LLExecutor:
+        import llguidance
+
+        return llguidance.LLExecutor()
 
     def _advanced(self, constraint: _Constraint) -> llguidance.LLMatcher:
         """The matcher, after the tokens that it has not seen yet."""

@@ -11,13 +11,16 @@ import json
 import threading
 from collections import OrderedDict
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import llguidance
 import tokenizers
 
+from jaxserve.special_text import with_unwritable_names
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    import llguidance
 
 MOST_KEPT = 128
 """Compiled grammars that are kept for requests to come."""
@@ -71,6 +74,8 @@ class Grammars:
         return made.deep_copy()
 
     def _compile(self, text: str, kind: str) -> llguidance.LLMatcher:
+        import llguidance
+
         matcher = llguidance.LLMatcher(self._tokens(), text, log_level=0)
         if matcher.is_error():
             reason = " ".join(matcher.get_error().split())
@@ -78,6 +83,8 @@ class Grammars:
         return matcher
 
     def _tokens(self) -> llguidance.LLTokenizer:
+        import llguidance
+
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = llguidance.LLTokenizer(
@@ -87,12 +94,16 @@ class Grammars:
             return tokens
 
     def _vocabulary_text(self) -> str:
-        text = str(self._tokenizer.backend.to_str())
-        if self.has_end:
-            return text
-        backend = tokenizers.Tokenizer.from_str(text)
-        backend.add_special_tokens([STANDS_FOR_END])
-        return str(backend.to_str())
+        """The tokenizer's JSON.
+
+        Added tokens have other names there: llguidance would else force such a token where the
+        constraint has its letters.  Grammars name them by their ids, as in `<[5]>`.
+        """
+        backend = self._tokenizer.backend
+        if not self.has_end:
+            backend = tokenizers.Tokenizer.from_str(backend.to_str())
+            backend.add_special_tokens([STANDS_FOR_END])
+        return with_unwritable_names(backend)
 
 
 def grammar_text(constraint: StructuredOutputsParams) -> str:
@@ -101,6 +112,8 @@ def grammar_text(constraint: StructuredOutputsParams) -> str:
     Raises:
         ValueError: a schema that is not JSON, or not an object.
     """
+    import llguidance
+
     if constraint.choice is not None:
         return llguidance.grammar_from("choice", json.dumps(list(constraint.choice)))
     if constraint.regex is not None:

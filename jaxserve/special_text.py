@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -47,14 +47,21 @@ class SpecialTextGuard:
         function's schema, is rendered with them.
 
         Raises:
-            ValueError: a string holds the characters that serve as breaks.
+            ValueError: a string holds the characters that serve as breaks, or the value is nested
+                too deeply.
         """
+        try:
+            return self._mark(value)
+        except RecursionError:
+            raise ValueError("a message or tool is nested too deeply to be rendered") from None
+
+    def _mark(self, value: Any) -> Any:
         if isinstance(value, str):
             return self._mark_text(value)
         if isinstance(value, Mapping):
-            return {self._mark_key(key): self.mark(item) for key, item in value.items()}
+            return {self._mark_key(key): self._mark(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return [self.mark(item) for item in value]
+            return [self._mark(item) for item in value]
         return value
 
     def _mark_key(self, key: Any) -> Any:
@@ -92,20 +99,37 @@ class SpecialTextGuard:
         return max(map(len, self._id_of), default=0)
 
     def _alias(self, text: str) -> str:
-        return f"{_OPEN}{self._id_of[text]}{_CLOSE}" if text in self._id_of else text
+        return _name(self._id_of[text]) if text in self._id_of else text
 
     @cached_property
     def _twin(self) -> Tokenizer:
         """The same tokenizer, with each special token under a name that users cannot write."""
-        data = json.loads(self._backend.to_str())
-        data["post_processor"] = None
-        for token in data["added_tokens"]:
-            token["content"] = self._alias(token["content"])
-        model = data["model"]
-        if isinstance(model.get("vocab"), dict):
-            model["vocab"] = {self._alias(text): i for text, i in model["vocab"].items()}
-        elif isinstance(model.get("vocab"), list):
-            model["vocab"] = [[self._alias(text), score] for text, score in model["vocab"]]
-        if isinstance(model.get("unk_token"), str):
-            model["unk_token"] = self._alias(model["unk_token"])
-        return Tokenizer.from_str(json.dumps(data))
+        return Tokenizer.from_str(_renamed(self._backend, self._alias))
+
+
+def with_unwritable_names(backend: Tokenizer) -> str:
+    """The JSON of a tokenizer, with each added token under a name that no text has.
+
+    To it the text of such a token is plain text.  Ids are the same.
+    """
+    ids = {token.content: i for i, token in backend.get_added_tokens_decoder().items()}
+    return _renamed(backend, lambda text: _name(ids[text]) if text in ids else text)
+
+
+def _name(token_id: int) -> str:
+    return f"{_OPEN}{token_id}{_CLOSE}"
+
+
+def _renamed(backend: Tokenizer, alias: Callable[[str], str]) -> str:
+    data = json.loads(backend.to_str())
+    data["post_processor"] = None
+    for token in data["added_tokens"]:
+        token["content"] = alias(token["content"])
+    model = data["model"]
+    if isinstance(model.get("vocab"), dict):
+        model["vocab"] = {alias(text): i for text, i in model["vocab"].items()}
+    elif isinstance(model.get("vocab"), list):
+        model["vocab"] = [[alias(text), score] for text, score in model["vocab"]]
+    if isinstance(model.get("unk_token"), str):
+        model["unk_token"] = alias(model["unk_token"])
+    return json.dumps(data)

@@ -52,6 +52,8 @@ def answer(prompt: str | list[int], max_tokens: int, index: int = 0) -> str:
 class FakeTokenizer:
     vocab_size = VOCAB_SIZE
     eos_token_ids = (END_OF_TURN,)
+    chat_template = None
+    response_template = None
 
     def encode(self, text: str) -> list[int]:
         return list(text.encode())
@@ -73,6 +75,9 @@ class FakeTokenizer:
 
     def token_text(self, token_id: int) -> str:
         return self.decode([token_id])
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
 
 
 @dataclass

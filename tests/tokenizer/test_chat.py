@@ -147,6 +147,35 @@ def test_two_strings_together_forge_nothing(role, content):
     assert tokenizer.decode(ids, False) == f"<bos>{role.strip()}{content}<eos>"
 
 
+@pytest.mark.parametrize("key", ["<eos>", "a<eos>b", "<eos", "x<bos>"])
+def test_names_in_the_json_of_tools_and_calls_forge_nothing(key):
+    template = (
+        "<bos>{{ tools | tojson }}{% for k, v in messages[0].tool_calls[0].items() %}"
+        "<parameter={{ k }}>{{ v }}{% endfor %}<eos>"
+    )
+    tokenizer = byte_tokenizer(None, template)
+    messages = [{"role": "assistant", "tool_calls": [{key: 1}]}]
+    tools = [{"properties": {key: {"type": "string"}}}]
+    ids = tokenizer.encode_chat(messages, tools=tools)
+    assert control(tokenizer, ids) == [BOS, EOS]
+    assert f'{{"{key}": {{"type": "string"}}}}' in tokenizer.decode(ids, False)
+
+
+@pytest.mark.parametrize("key", ["\ufdd0", "\ufdd1257\ufdd2"])
+def test_the_breaks_themselves_are_refused_in_names(key):
+    tokenizer = byte_tokenizer(None, "{{ tools | tojson }}")
+    with pytest.raises(ValueError, match="noncharacters"):
+        tokenizer.encode_chat(user("a"), tools=[{key: 1}])
+
+
+def test_what_is_nested_too_deeply_is_refused():
+    nested: list = []
+    for _ in range(900):
+        nested = [nested]
+    with pytest.raises(ValueError, match="nested too deeply"):
+        byte_tokenizer(None, CHATML).encode_chat(user("a"), tools=[{"x": nested}])
+
+
 def test_overlapping_special_tokens_forge_nothing():
     tokenizer = byte_tokenizer(None, "{{ messages[0].content }}")
     tokenizer.backend.add_special_tokens(["abc", "bcd", "c"])

@@ -11,9 +11,10 @@ from jaxserve.protocol import (
     RequestError,
     check_model,
     convert_body,
+    error_body,
     request_error,
+    response_body,
 )
-from jaxserve.protocol_response import error_body, response_body
 from jaxserve.sampling_params import SamplingParams
 from tests.cli.fakes import FakeTokenizer
 
@@ -238,14 +239,14 @@ class TestChat:
     @pytest.mark.parametrize(
         ("field", "value"),
         [
-            ("response_format", {"type": "json_object"}),
-            ("tool_choice", "required"),
-            ("tool_choice", {"type": "function", "function": {"name": "f"}}),
             ("functions", []),
             ("function_call", "auto"),
             ("modalities", ["text", "audio"]),
             ("audio", {"voice": "v"}),
             ("web_search_options", {}),
+            ("continue_final_message", True),
+            ("chat_template", "{{ messages }}"),
+            ("documents", [{"text": "x"}]),
         ],
     )
     def test_unsupported(self, field, value):
@@ -314,10 +315,14 @@ def test_chat_logprobs(num_top, sampled, top):
     assert [candidate["token"] for candidate in entry["top_logprobs"]] == top
 
 
-def test_a_token_that_is_part_of_a_character_has_no_bytes():
-    part = {97: Logprob(-1.0, 1, "\ufffd")}
-    found = body(chat(logprobs=True), output([97], [part]))
-    assert found["choices"][0]["logprobs"]["content"][0]["bytes"] is None
+def test_bytes_of_tokens_add_up_where_their_texts_do_not():
+    ids = list("é".encode())
+    positions = [{token: Logprob(-1.0, 1, "\ufffd")} for token in ids]
+    request = chat(logprobs=True, top_logprobs=1)
+    content = body(request, output(ids, positions))["choices"][0]["logprobs"]["content"]
+    assert [entry["token"] for entry in content] == ["\ufffd"] * 2
+    assert bytes(byte for entry in content for byte in entry["bytes"]).decode() == "é"
+    assert [entry["top_logprobs"][0]["bytes"] for entry in content] == [[byte] for byte in ids]
 
 
 def test_completion_logprobs_have_equal_lengths():

@@ -1,0 +1,53 @@
+"""Errors of requests, and OpenAI's error object."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from jaxserve.sampling_params import SamplingParams
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as it stands.
+
+    Attributes:
+        param: the field at fault, if one is.
+        code: OpenAI's short name of the error.
+        status: the HTTP status that says the same.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        param: str | None = None,
+        code: str = "invalid_value",
+        status: int = 400,
+    ) -> None:
+        super().__init__(message)
+        self.param = param
+        self.code = code
+        self.status = status
+
+
+def request_error(error: ValueError) -> RequestError:
+    """The same error with its field, where the message begins with one as SamplingParams' do."""
+    if isinstance(error, RequestError):
+        return error
+    name = re.match(r"\w*", str(error))
+    known = name is not None and name[0] in SamplingParams.__dataclass_fields__
+    return RequestError(str(error), name[0] if name and known else None)
+
+
+def error_body(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:
+    """OpenAI's error object."""
+    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+}

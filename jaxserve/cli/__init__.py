@@ -14,6 +14,7 @@ from jaxserve.cli.base import LazyGroup
 @click.group(
     cls=LazyGroup,
     verbs={
+        "serve": "jaxserve.cli.serve",
         "generate": "jaxserve.cli.generate",
         "chat": "jaxserve.cli.chat",
         "score": "jaxserve.cli.score",

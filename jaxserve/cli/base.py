@@ -5,6 +5,7 @@ Knows click.  Does not know any verb.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import logging
 import signal
@@ -89,7 +90,8 @@ class _EchoHandler(logging.Handler):
     """Writes log lines to whatever stderr is at that time."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        click.echo(self.format(record), err=True)
+        with contextlib.suppress(OSError):  # who reads stderr may go: that ends no program
+            click.echo(self.format(record), err=True)
 
 
 def _set_log_level(ctx: click.Context, param: click.Parameter, level: str) -> str:

@@ -11,6 +11,7 @@ from jaxserve.cli.base import LazyGroup
     "bench",
     cls=LazyGroup,
     verbs={
+        "serve": "jaxserve.cli.bench_serve",
         "throughput": "jaxserve.cli.bench_throughput",
         "sweep": "jaxserve.cli.bench_sweep",
         "kernels": "jaxserve.cli.bench_kernels",
@@ -19,4 +20,4 @@ from jaxserve.cli.base import LazyGroup
     },
 )
 def command() -> None:
-    """Measure the engine and its kernels."""
+    """Measure a server, the engine and its kernels."""

@@ -23,7 +23,9 @@ from jaxserve.plot.files import SweepFile, TraceFile, read
 @click.option("--title", default="", help="Above the picture.")
 @log_option
 def command(files: tuple[str, ...], output: str, latency: str, title: str) -> None:
-    """Draw the FILES of `bench sweep` as throughput against latency, or traces as timelines.
+    """Draw FILES of `bench sweep` or `bench serve` as throughput against latency.
+
+    Step traces become timelines.
 
     The knee of a curve is the point highest above the line between its ends, both axes scaled to
     the same length (Kneedle, Satopaa et al. 2011).  A timeline shows who held which slot when,

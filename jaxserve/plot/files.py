@@ -1,6 +1,7 @@
 """What a file of results holds: a sweep's rows, or a trace of steps.
 
-Knows the formats of `jaxserve bench sweep --save-result` and `jaxserve simulate --steps`.
+Knows the formats of `--save-result` of `jaxserve bench sweep` and `jaxserve bench serve`, and of
+`jaxserve simulate --steps`.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import msgspec
 
 @dataclass(frozen=True, slots=True)
 class SweepFile:
-    """A sweep."""
+    """A row per batch size or load."""
 
     label: str
     rows: tuple[Mapping[str, Any], ...]
@@ -48,7 +49,7 @@ def read(path: str | Path) -> SweepFile | TraceFile:
     if not isinstance(value, dict):
         raise _neither(path)
     label = str(value.get("label") or path.stem)
-    if _are_rows(value.get("rows"), "max_num_seqs"):
+    if _are_rows(value.get("rows"), "output_tokens_per_s"):
         return SweepFile(label, tuple(value["rows"]))
     if _are_rows(value.get("steps"), "start_s", "seconds", "slots"):
         steps = value["steps"]
@@ -78,6 +79,6 @@ def _num_slots(steps: Sequence[Mapping[str, Any]]) -> int:
 
 def _neither(path: Path) -> ValueError:
     return ValueError(
-        f"{str(path)!r} is neither a sweep (`jaxserve bench sweep --save-result FILE`) nor a trace "
-        "of steps (`jaxserve simulate --steps FILE`)"
+        f"{str(path)!r} is neither a sweep (`jaxserve bench sweep` or `bench serve` with "
+        "--save-result FILE) nor a trace of steps (`jaxserve simulate --steps FILE`)"
     )

@@ -7,8 +7,10 @@ import sys
 import pytest
 
 from jaxserve.cli import main
+from jaxserve.cli.base import _EchoHandler
 
 VERBS = [
+    ("serve",),
     ("generate",),
     ("chat",),
     ("score",),
@@ -16,6 +18,7 @@ VERBS = [
     ("bench",),
     ("bench", "throughput"),
     ("bench", "sweep"),
+    ("bench", "serve"),
     ("simulate",),
     ("plot",),
     ("tune",),
@@ -31,6 +34,7 @@ def test_help_of_any_verb_imports_no_jax():
 import sys
 from click.testing import CliRunner
 from jaxserve.cli import main
+from jaxserve.cli.base import _EchoHandler
 for verb in {[(), *VERBS]}:
     result = CliRunner().invoke(main, [*verb, "--help"])
     assert result.exit_code == 0, result.output
@@ -122,3 +126,11 @@ def test_the_entry_point_is_the_group():
         [sys.executable, "-m", "jaxserve", "--help"], check=True, capture_output=True, text=True
     )
     assert done.stdout.startswith("Usage: jaxserve ")
+
+
+def test_a_log_line_that_nobody_can_read_any_more_is_no_error(monkeypatch):
+    def broken(*_, **__):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("jaxserve.cli.base.click.echo", broken)
+    _EchoHandler().handle(logging.makeLogRecord({"msg": "lost"}))

@@ -69,17 +69,30 @@ ROWS += [row(8, 900.0, 0.0084), row(64, 2000.0, 0.034)]
 
 def test_a_curve_goes_by_batch_size_in_milliseconds():
     one = curve.curve("a", ROWS, "itl_mean")
-    assert one.batch_sizes == (1, 8, 16, 32, 64)
+    assert one.sizes == (1, 8, 16, 32, 64)
     assert one.throughput == (74.0, 900.0, 1560.0, 1900.0, 2000.0)
     assert one.latency_ms == pytest.approx((13.4, 8.4, 10.3, 16.9, 34.0))
-    assert one.batch_sizes[one.knee] == 32
+    assert one.sizes[one.knee] == 32
 
 
 def test_a_missing_figure_is_named():
-    with pytest.raises(ValueError, match="row of 4 sequences has no ttft_p99_s"):
+    with pytest.raises(ValueError, match="row of batch 4 has no ttft_p99_s"):
         curve.curve("a", [row(4, 1.0, 0.1, ttft_p99_s=None)], "ttft_p99")
     with pytest.raises(ValueError, match="no rows"):
         curve.curve("a", [], "itl_mean")
+
+
+@pytest.mark.parametrize("key", [axis.key for axis in curve.AXES])
+def test_a_curve_knows_what_differs_between_its_points(key):
+    rows = [{key: size, "output_tokens_per_s": 1.0, "itl_mean_s": 0.1} for size in (2, 0.5)]
+    one = curve.curve("a", rows, "itl_mean")
+    assert (one.axis.key, one.sizes) == (key, (0.5, 2))
+
+
+def test_rows_of_several_kinds_are_refused():
+    rows = [{key: 1, "output_tokens_per_s": 1.0, "itl_mean_s": 0.1} for key in ("a", "concurrency")]
+    with pytest.raises(ValueError, match="request_rate is in every row"):
+        curve.curve("a", rows, "itl_mean")
 
 
 def test_every_latency_has_words():

@@ -18,11 +18,11 @@ from jaxserve.batch_writer import BatchReport, BatchWriter
 from jaxserve.drive import take_finished
 from jaxserve.outputs import RequestOutput
 from jaxserve.protocol import Prompt, RequestError, request_error, response_body
-from jaxserve.protocol.answer_format import AnswerFormat
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
     from jaxserve.llm import LLM
+    from jaxserve.protocol.answer_format import AnswerFormat
     from jaxserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -57,6 +57,8 @@ def run_batch(
         for line, error in job.failures():
             writer.fail(line, error)
         if any(line.is_valid for line in job.lines):
+            from jaxserve.protocol.answer_format import AnswerFormat
+
             llm = load()
             answer_format = AnswerFormat.choose(response_template, llm.tokenizer)
             run = _Run(llm.engine, llm.tokenizer, job.model, writer, answer_format)

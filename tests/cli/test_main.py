@@ -34,7 +34,6 @@ def test_help_of_any_verb_imports_no_jax():
 import sys
 from click.testing import CliRunner
 from jaxserve.cli import main
-from jaxserve.cli.base import _EchoHandler
 for verb in {[(), *VERBS]}:
     result = CliRunner().invoke(main, [*verb, "--help"])
     assert result.exit_code == 0, result.output

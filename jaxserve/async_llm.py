@@ -1,8 +1,8 @@
 """The engine for asyncio programs: submit, stream and abort while it runs on its own thread.
 
-Knows both sides of the boundary.  The engine belongs to the thread (`engine_thread.py`), answers
-to the event loop (`answer.py`); between them go jobs one way and, once per step, results the
-other way.  There is one way to end a request early: a job that aborts and takes it.
+Knows both sides of the boundary.  The engine belongs to its thread (`engine_thread.py`,
+`engine_requests.py`), answers to the event loop (`answer.py`); between them go jobs one way and,
+once per step, results the other way.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from jaxserve.answer import Answer, PromptLogprobs
-from jaxserve.drive import take_finished
+from jaxserve.answer import Answer
+from jaxserve.cumulative import Cumulative
+from jaxserve.engine_requests import ABORT, Ask, Ending, EngineRequests, Results
 from jaxserve.engine_thread import EngineThread
-from jaxserve.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
+from jaxserve.outputs import Delta, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -31,25 +31,14 @@ if TYPE_CHECKING:
 
 DEADLINE = "deadline"
 """`stop_reason` of what ended, with reason "length", because its time was up."""
-_ABORT = "abort"
+
+CLOSED = "the engine was closed"
 
 Result = TypeVar("Result")
 
 
 class EngineDeadError(RuntimeError):
     """The engine's thread has ended: no request can be served any more."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ask:
-    """A request for `AsyncLLM.submit_all`; see `Engine.submit`."""
-
-    prompt_token_ids: Seq[int]
-    params: SamplingParams
-    request_id: str | None = None
-    prompt: str | None = None
-    priority: int = 0
-    key: str = ""
 
 
 class AsyncLLM:
@@ -100,8 +89,8 @@ class AsyncLLM:
         self._answers: dict[str, Answer] = {}
         self._calls: set[asyncio.Future[Any]] = set()
         self._num_submitting = 0
-        # The thread's: requests whose prompt log-probabilities the loop has not seen.
-        self._scored: set[str] = set()
+        # The thread's.
+        self._requests = EngineRequests(self.engine)
 
     @property
     def is_alive(self) -> bool:
@@ -192,7 +181,7 @@ class AsyncLLM:
         num_samples = sum(ask.params.n for ask in asks)
         self._num_submitting += num_samples
         try:
-            await self._call(functools.partial(self._submit_now, named))
+            await self._call(lambda _: self._requests.submit(named))
         except asyncio.CancelledError:
             for answer in answers.values():  # the job is on its way: this one follows it
                 answer.abort()
@@ -239,13 +228,14 @@ class AsyncLLM:
             ids, sampling_params, request_id=request_id, prompt=text, priority=priority, key=key
         )
         async with answer:
-            so_far = _SoFar(answer, text, ids, sampling_params)
+            so_far = Cumulative(answer, text, ids, sampling_params)
             while not answer.ended:
-                answer.changed.clear()
-                await answer.changed.wait()
                 deltas = answer.take()
-                if deltas and not answer.ended:
+                if deltas:
                     yield so_far.add(deltas)
+                else:
+                    answer.changed.clear()
+                    await answer.changed.wait()
             yield await answer.result()
 
     async def abort(self, request_id: str) -> None:
@@ -268,12 +258,11 @@ class AsyncLLM:
             return
         self._closed = True
         if self._started:
-            ids = list(self._answers)
-            last = functools.partial(self._end_now, ids, _ABORT, None)
+            last = functools.partial(self._end_now, list(self._answers), Ending(ABORT))
             loop = asyncio.get_running_loop()
             await loop.run_in_executor(None, self._thread.close, last)
             await asyncio.sleep(0)  # what the thread has posted comes first
-            self._abandon(EngineDeadError("the engine was closed"), _ABORT)
+            self._abandon(Ending(ABORT), EngineDeadError(CLOSED))
         self._close_model()
 
     # The loop's side.
@@ -281,28 +270,29 @@ class AsyncLLM:
     def _bind(self) -> asyncio.AbstractEventLoop:
         """Serve the running loop from now on."""
         if not self.is_alive:
-            raise EngineDeadError(
-                "the engine was closed"
-                if self.error is None
-                else f"the engine has failed: {type(self.error).__name__}: {self.error}"
-            )
+            raise EngineDeadError(CLOSED if self.error is None else _failed(self.error))
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._loop is not None and not self._loop.is_closed() and self._answers:
                 raise RuntimeError("AsyncLLM serves one event loop at a time; this is another one")
             self._loop = loop
+            self.start()
+            if self._answers:  # of a loop that is gone: nobody reads them
+                left = list(self._answers)
+                self._thread.do(functools.partial(self._end_now, left, Ending(ABORT)))
             self._answers, self._calls = {}, set()
-        self.start()
         return loop
 
     def _fresh_id(self) -> str:
         return next(i for i in self._fresh_ids if i not in self._answers)
 
     def _check_ids(self, asks: Seq[Ask]) -> None:
-        names = [str(ask.request_id) for ask in asks]
-        taken = [name for name in names if name in self._answers or names.count(name) > 1]
-        if taken:
-            raise ValueError(f"request id {taken[0]!r} is in use; choose another")
+        seen: set[str] = set()
+        for ask in asks:
+            request_id = str(ask.request_id)
+            if request_id in self._answers or request_id in seen:
+                raise ValueError(f"request id {request_id!r} is in use; choose another")
+            seen.add(request_id)
 
     async def _call(self, function: Callable[[Engine], Result]) -> Result:
         assert self._loop is not None
@@ -315,43 +305,33 @@ class AsyncLLM:
             self._calls.discard(done)
 
     def _abort(self, request_id: str) -> None:
-        self._thread.do(functools.partial(self._end_now, [request_id], _ABORT, None))
+        self._thread.do(functools.partial(self._end_now, [request_id], Ending(ABORT)))
 
     def _expire(self, request_id: str) -> None:
-        self._thread.do(functools.partial(self._end_now, [request_id], "length", DEADLINE))
+        ending = Ending("length", DEADLINE)
+        self._thread.do(functools.partial(self._end_now, [request_id], ending))
 
-    def _deliver(
-        self,
-        deltas: Seq[Delta],
-        outputs: Seq[RequestOutput],
-        scores: Mapping[str, PromptLogprobs],
-    ) -> None:
-        """Hand what one step gave to the answers; an answer of an earlier loop is no more."""
-        for request_id, logprobs in scores.items():
+    def _deliver(self, results: Results) -> None:
+        """Hand results to the answers; those of an earlier loop are no more."""
+        for request_id, logprobs in results.prompt_logprobs.items():
             if request_id in self._answers:
                 self._answers[request_id].prompt_logprobs = logprobs
-        for delta in deltas:
+        for delta in results.deltas:
             answer = self._answers.get(delta.request_id)
             if answer is not None:
                 answer.feed(delta)
-        for output in outputs:
+        for output in results.outputs:
             answer = self._answers.pop(output.request_id, None)
             if answer is not None:
                 answer.end(output)
 
-    def _abandon(self, error: EngineDeadError, reason: str) -> None:
+    def _abandon(self, ending: Ending, error: EngineDeadError) -> None:
         """The thread has ended: so do all answers and calls that it still owes."""
         for done in self._calls:
             if not done.done():
                 done.set_exception(error)
-        for request_id in list(self._answers):
-            try:
-                output = self.engine.output(request_id)
-            except ValueError:  # never submitted
-                output = _nothing(request_id)
-            if reason == "error":
-                output.error = str(error)
-            self._deliver(_end_samples(output, reason, None), [output], {})
+        reason = str(error) if ending.reason == "error" else None
+        self._deliver(self._requests.bury(list(self._answers), ending, reason))
 
     def _encode(self, prompt: str | Mapping[str, Any] | Seq[int]) -> tuple[str | None, list[int]]:
         if isinstance(prompt, Mapping):
@@ -364,28 +344,6 @@ class AsyncLLM:
 
     # The thread's side.
 
-    def _submit_now(self, asks: Seq[Ask], engine: Engine) -> None:
-        submitted: list[str] = []
-        try:
-            for ask in asks:
-                request_id = engine.submit(
-                    ask.prompt_token_ids,
-                    ask.params,
-                    request_id=ask.request_id,
-                    prompt=ask.prompt,
-                    priority=ask.priority,
-                    key=ask.key,
-                )
-                submitted.append(request_id)
-                if ask.params.prompt_logprobs is not None:
-                    self._scored.add(request_id)
-        except BaseException:
-            for request_id in submitted:
-                self._scored.discard(request_id)
-                engine.abort(request_id)
-                engine.take(request_id)
-            raise
-
     def _run_call(self, function: Callable[[Engine], Any], done: asyncio.Future[Any]) -> None:
         try:
             result = function(self.engine)
@@ -394,37 +352,17 @@ class AsyncLLM:
         else:
             self._post(_settle, done, result, None)
 
-    def _end_now(self, request_ids: Seq[str], reason: str, stop_reason: str | None) -> None:
-        """The one way to end requests early; what has ended before is left as it is."""
-        deltas, outputs = [], []
-        for request_id in request_ids:
-            try:
-                self.engine.abort(request_id)
-            except ValueError:  # it has ended, or was refused
-                continue
-            output = self.engine.take(request_id)
-            deltas += _end_samples(output, reason, stop_reason)
-            outputs.append(output)
-            self._scored.discard(request_id)
-        if outputs:
-            self._post(self._deliver, deltas, outputs, {})
+    def _end_now(self, request_ids: Seq[str], ending: Ending) -> None:
+        results = self._requests.end(request_ids, ending)
+        if results.outputs:
+            self._post(self._deliver, results)
 
     def _on_deltas(self, deltas: list[Delta]) -> None:
-        outputs = list(take_finished(self.engine, deltas))
-        scores: dict[str, PromptLogprobs] = {}
-        if self._scored:
-            taken = {output.request_id: output for output in outputs}
-            for request_id in self._scored & {delta.request_id for delta in deltas}:
-                output = taken.get(request_id) or self.engine.output(request_id)
-                scores[request_id] = output.prompt_logprobs or []
-            self._scored -= scores.keys()
-        if not self._post(self._deliver, deltas, outputs, scores):
-            for request_id in {delta.request_id for delta in deltas}:
-                self._end_now([request_id], _ABORT, None)
+        if not self._post(self._deliver, self._requests.collect(deltas)):
+            self._requests.end([delta.request_id for delta in deltas], Ending(ABORT))
 
     def _on_death(self, error: BaseException) -> None:
-        dead = EngineDeadError(f"the engine has failed: {type(error).__name__}: {error}")
-        self._post(self._abandon, dead, "error")
+        self._post(self._abandon, Ending("error"), EngineDeadError(_failed(error)))
 
     def _post(self, function: Callable[..., None], *arguments: Any) -> bool:
         """Run on the loop; false if it is gone."""
@@ -436,48 +374,6 @@ class AsyncLLM:
         return True
 
 
-class _SoFar:
-    """Adds up deltas to outputs of a request that still runs."""
-
-    def __init__(
-        self, answer: Answer, text: str | None, ids: list[int], params: SamplingParams
-    ) -> None:
-        self._answer = answer
-        self._prompt = (text, ids)
-        self._metrics = RequestMetrics(arrival_time=time.monotonic())
-        wants = params.logprobs is not None
-        self._samples = [
-            CompletionOutput(index, "", [], None, [] if wants else None, None)
-            for index in range(params.n)
-        ]
-
-    def add(self, deltas: Seq[Delta]) -> RequestOutput:
-        for delta in deltas:
-            sample = self._samples[delta.index]
-            sample.text += delta.text
-            sample.token_ids += delta.token_ids
-            if sample.logprobs is not None:
-                sample.logprobs += delta.logprobs or ()
-            sample.finish_reason, sample.stop_reason = delta.finish_reason, delta.stop_reason
-        text, ids = self._prompt
-        return RequestOutput(
-            request_id=self._answer.request_id,
-            prompt=text,
-            prompt_token_ids=ids,
-            prompt_logprobs=self._answer.prompt_logprobs,
-            outputs=[
-                replace(
-                    sample,
-                    token_ids=list(sample.token_ids),
-                    logprobs=None if sample.logprobs is None else list(sample.logprobs),
-                )
-                for sample in self._samples
-            ],
-            finished=False,
-            metrics=self._metrics,
-        )
-
-
 def _settle(done: asyncio.Future[Any], result: Any, error: Exception | None) -> None:
     """Resolve a future, unless whoever waited has gone."""
     if not done.done():
@@ -487,17 +383,5 @@ def _settle(done: asyncio.Future[Any], result: Any, error: Exception | None) -> 
             done.set_exception(error)
 
 
-def _end_samples(output: RequestOutput, reason: str, stop_reason: str | None) -> list[Delta]:
-    """Give the samples that were cut short their reason; the deltas that say so."""
-    cut = [s for s in output.outputs if s.finish_reason in (None, _ABORT)]
-    for sample in cut:
-        sample.finish_reason, sample.stop_reason = reason, stop_reason
-    output.finished = True
-    return [Delta(output.request_id, s.index, "", (), reason, stop_reason) for s in cut]
-
-
-def _nothing(request_id: str) -> RequestOutput:
-    """The output of a request that the engine has never seen."""
-    metrics = RequestMetrics(arrival_time=time.monotonic())
-    sample = CompletionOutput(0, "", [], None, None, None)
-    return RequestOutput(request_id, None, [], None, [sample], False, metrics)
+def _failed(error: BaseException) -> str:
+    return f"the engine has failed: {type(error).__name__}: {error}"

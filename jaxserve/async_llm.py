@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import itertools
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -20,7 +20,9 @@ from jaxserve.cumulative import Cumulative
 from jaxserve.engine_requests import ABORT, Ask, Ending, EngineRequests, Results
 from jaxserve.engine_thread import EngineThread
 from jaxserve.outputs import Delta, RequestOutput
+from jaxserve.prompt import Prompt, encode_prompt
 from jaxserve.sampling_params import SamplingParams
+from jaxserve.structured import StructuredOutputsParams
 
 if TYPE_CHECKING:
     from jaxserve.config import EngineConfig
@@ -172,6 +174,11 @@ class AsyncLLM:
         loop = self._bind()
         until = None if deadline_s is None else loop.time() + deadline_s
         changed = asyncio.Event()
+        for ask in asks:
+            # Beside the loop, and not on the engine's thread: a large grammar takes a second.
+            if isinstance(ask.params.structured_outputs, StructuredOutputsParams):
+                constraint = ask.params.structured_outputs
+                await asyncio.to_thread(self.engine.grammars.matcher, constraint)
         named = [replace(ask, request_id=ask.request_id or self._fresh_id()) for ask in asks]
         self._check_ids(named)
         answers = {
@@ -199,7 +206,7 @@ class AsyncLLM:
 
     async def generate(
         self,
-        prompt: str | Mapping[str, Any] | Seq[int],
+        prompt: Prompt,
         sampling_params: SamplingParams,
         request_id: str | None = None,
         *,
@@ -223,7 +230,7 @@ class AsyncLLM:
             ValueError: as `Engine.submit`.
             EngineDeadError: the engine has failed, or was closed.
         """
-        text, ids = self._encode(prompt)
+        text, ids = encode_prompt(prompt, self.tokenizer)
         answer = await self.submit(
             ids, sampling_params, request_id=request_id, prompt=text, priority=priority, key=key
         )
@@ -333,15 +340,6 @@ class AsyncLLM:
         reason = str(error) if ending.reason == "error" else None
         self._deliver(self._requests.bury(list(self._answers), ending, reason))
 
-    def _encode(self, prompt: str | Mapping[str, Any] | Seq[int]) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            prompt = prompt.get("prompt") or ""
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        return None, list(prompt)
-
     # The thread's side.
 
     def _run_call(self, function: Callable[[Engine], Any], done: asyncio.Future[Any]) -> None:
@@ -358,7 +356,8 @@ class AsyncLLM:
             self._post(self._deliver, results)
 
     def _on_deltas(self, deltas: list[Delta]) -> None:
-        if not self._post(self._deliver, self._requests.collect(deltas)):
+        results = self._requests.collect(deltas)
+        if results and not self._post(self._deliver, results):
             self._requests.end([delta.request_id for delta in deltas], Ending(ABORT))
 
     def _on_death(self, error: BaseException) -> None:

@@ -24,8 +24,6 @@ DECODES = 1
 """Row flag: the sequence computes its one token in its sequence row."""
 SAMPLES = 2
 """Row flag: the step samples the sequence's next token."""
-MASKED = 4
-"""Row flag: the sequence's next token is limited to a mask that comes with the sampling half."""
 
 
 class Batch(NamedTuple):

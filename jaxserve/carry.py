@@ -49,7 +49,8 @@ class Carry(NamedTuple):
     bias_values: jax.Array  # f32[slots, MAX_LOGIT_BIAS]
     end_ids: jax.Array  # i32[slots, MAX_STOP_IDS], vocab where unused
     ended: jax.Array  # bool[slots], by a token of end_ids or by logits that are not finite
-    allowed: jax.Array  # i32[slots, ceil(vocab / 32)], packed bits
+    allowed: jax.Array  # i32[slots, ceil(vocab / 32)], packed bits of what a request allows
+    mask: jax.Array  # i32[slots, ceil(vocab / 32)], packed bits of what a constraint allows next
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,7 @@ class CarrySizes:
             end_ids=i32(slots, MAX_STOP_IDS),
             ended=of(np.bool_, slots),
             allowed=i32(slots, self.allowed_words),
+            mask=i32(slots, self.allowed_words),
         )
 
     def sections(self) -> dict[str, tuple[int, int]]:
@@ -249,4 +251,5 @@ def set_slot(carry: Carry, packed: jax.Array, sizes: CarrySizes) -> Carry:
         end_ids=carry.end_ids.at[slot].set(part["end_ids"]),
         ended=carry.ended.at[slot].set(False),
         allowed=carry.allowed.at[slot].set(part["allowed"]),
+        mask=carry.mask.at[slot].set(-1),
     )

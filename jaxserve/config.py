@@ -32,6 +32,7 @@ ATTENTION_BACKENDS = (
     "cpu_avx512",
     "cpu_avx2",
 )
+MASKED_STEPS = ("auto", "whole", "split", "off")
 QUANTIZATIONS = ("none", "int8")
 CPU_KERNELS = ("auto", "amx", "avx512_bf16", "avx512", "avx2", "off")
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -141,9 +142,11 @@ class EngineConfig:
     prefill_buckets: tuple[int, ...] | None = _option(
         None, "Prefill chunk sizes to compile; a few up to max_num_batched_tokens if absent."
     )
-    grammars: bool = _option(
-        True,
-        "Make the split steps that structured outputs need; off starts sooner the first time.",
+    masked_steps: str = _option(
+        "auto",
+        "How steps that a structured output limits are run: whole, after the step before was read "
+        "(auto on CPUs), split in two halves (auto elsewhere), or not at all.",
+        MASKED_STEPS,
     )
     warm_up: bool = _option(
         True, "Run every executable once before the first request; off starts sooner."

@@ -1,13 +1,13 @@
 """Which tokens each constrained sequence may take next, as the masks that a step is given.
 
-Knows sequences and their matchers.  The masks are filled on a thread of their own, while the
-device computes the first half of the step that will need them.
+Knows sequences and their matchers.  Masks are filled by worker threads of llguidance's, without
+holding the interpreter.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence as Seq
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxserve.carry import pack_ids
-from jaxserve.grammar import Grammars
+from jaxserve.grammar import Grammars, first_line
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured import StructuredOutputsParams
 from scheduler import Sequence, StepPlan
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 
 class Masks(NamedTuple):
-    """Masks for the rows of a step."""
+    """Masks for a step."""
 
-    words: npt.NDArray[np.int32]  # [rows, words], packed bits; all set where nothing is masked
+    words: npt.NDArray[np.int32]  # [slots, words], packed bits; all set where nothing is masked
     complete: list[Sequence]
     """Sequences whose text is complete: nothing may follow it."""
     broken: list[tuple[Sequence, str]]
@@ -40,8 +40,8 @@ class _Constraint:
     """One sequence's place in its grammar."""
 
     matcher: llguidance.LLMatcher
-    allowed: npt.NDArray[np.int32] | None
-    """What the request allows besides, packed."""
+    never: npt.NDArray[np.int32] | None
+    """End tokens that the request does not want, as the bits of all others."""
     pending: list[int] = field(default_factory=list)
     """Tokens of the sequence that the matcher has not seen yet."""
 
@@ -51,14 +51,15 @@ class Constraints:
 
     Args:
         grammars: compiles constraints.
+        num_slots: of the engine.
         words: 32-bit words of a mask.
     """
 
-    def __init__(self, grammars: Grammars, words: int) -> None:
+    def __init__(self, grammars: Grammars, num_slots: int, words: int) -> None:
         self.grammars = grammars
+        self._num_slots = num_slots
         self._words = words
         self._known: dict[Sequence, _Constraint] = {}
-        self._thread = ThreadPoolExecutor(1, "masks")
 
     def add(self, seq: Sequence, params: SamplingParams) -> None:
         """Constrain a sequence that has no output yet, if its request asks for that."""
@@ -66,7 +67,7 @@ class Constraints:
             return
         assert isinstance(params.structured_outputs, StructuredOutputsParams)
         matcher = self.grammars.matcher(params.structured_outputs)
-        self._known[seq] = _Constraint(matcher, self._allowed(params))
+        self._known[seq] = _Constraint(matcher, self._never(params))
 
     def discard(self, seq: Sequence) -> None:
         """Forget a sequence."""
@@ -76,67 +77,56 @@ class Constraints:
         """Whether a plan samples tokens of constrained sequences."""
         return bool(self._known) and any(e.samples and e.seq in self._known for e in plan.entries)
 
-    def rows(self, plan: StepPlan) -> list[int]:
-        """The entries of a plan whose tokens are limited."""
-        return [i for i, e in enumerate(plan.entries) if e.samples and e.seq in self._known]
-
     def record(self, seq: Sequence, tokens: Seq[int]) -> None:
         """A sequence has got tokens."""
         constraint = self._known.get(seq)
         if constraint is not None:
             constraint.pending += tokens
 
-    def fill(self, plan: StepPlan, num_rows: int) -> Future[Masks]:
-        """Start to fill the masks of a plan, whose sequences' tokens are all recorded.
-
-        Nothing else may be called before the result is there.
-        """
-        rows = [(i, plan.entries[i].seq) for i in self.rows(plan)]
-        # What ends meanwhile is forgotten here, so the thread is given the constraints themselves.
-        limited = [(i, seq, self._known[seq]) for i, seq in rows]
-        return self._thread.submit(self._fill, limited, num_rows)
-
-    def _fill(self, rows: list[tuple[int, Sequence, _Constraint]], num_rows: int) -> Masks:
-        words = np.full((num_rows, -(-self.grammars.num_ids // 32)), -1, np.int32)
+    def masks(self, plan: StepPlan) -> Masks:
+        """The masks of a plan, whose sequences' tokens are all recorded; filled on all cores."""
+        words = np.full((self._num_slots, -(-self.grammars.num_ids // 32)), -1, np.int32)
         masks, goes_on = Masks(words, [], []), []
-        for row, seq, constraint in rows:
-            matcher = self._advanced(constraint)
-            if matcher.is_error():
-                masks.broken.append((seq, matcher.get_error()))
+        limited = [
+            (entry.slot, entry.seq, self._known[entry.seq])
+            for entry in plan.entries
+            if entry.samples and entry.seq in self._known
+        ]
+        for slot, seq, constraint in limited:
+            matcher, pending = constraint.matcher, constraint.pending
+            if pending and not matcher.consume_tokens(pending):
+                masks.broken.append((seq, first_line(matcher.get_error())))
             elif matcher.is_stopped():
                 masks.complete.append(seq)
             else:
-                goes_on.append((matcher, row))
-        if goes_on:  # llguidance refuses an empty list
+                goes_on.append((matcher, slot, seq))
+            pending.clear()
+        self._fill(words, [(matcher, slot) for matcher, slot, _ in goes_on])
+        for matcher, _, seq in goes_on:
+            if matcher.is_error():  # it has become too complex
+                masks.broken.append((seq, first_line(matcher.get_error())))
+        words = np.ascontiguousarray(words[:, : self._words])
+        for slot, _, constraint in limited:
+            if constraint.never is not None:
+                words[slot] &= constraint.never
+        return masks._replace(words=words)
+
+    def _fill(
+        self, words: npt.NDArray[np.int32], matchers: list[tuple[llguidance.LLMatcher, int]]
+    ) -> None:
+        if matchers:  # llguidance refuses an empty list
             from llguidance.numpy import fill_next_token_bitmask_par
 
-            fill_next_token_bitmask_par(self._executor, goes_on, words)
-        words = np.ascontiguousarray(words[:, : self._words])
-        for row, seq, constraint in rows:
-            if constraint.matcher.is_error() and seq not in dict(masks.broken):
-                masks.broken.append((seq, constraint.matcher.get_error()))  # too complex
-            if constraint.allowed is not None:
-                words[row] &= constraint.allowed
-        return masks._replace(words=words)
+            fill_next_token_bitmask_par(self._executor, matchers, words)
 
     @cached_property
     def _executor(self) -> llguidance.LLExecutor:
         import llguidance
 
-        return llguidance.LLExecutor()
+        return llguidance.LLExecutor(num_threads=os.cpu_count() or 1)
 
-    def _advanced(self, constraint: _Constraint) -> llguidance.LLMatcher:
-        """The matcher, after the tokens that it has not seen yet."""
-        if constraint.pending:
-            constraint.matcher.consume_tokens(constraint.pending)
-            constraint.pending.clear()
-        return constraint.matcher
-
-    def _allowed(self, params: SamplingParams) -> npt.NDArray[np.int32] | None:
-        """What a request allows beside its constraint, packed; None for everything."""
-        ids, goes_on = params.allowed_token_ids, params.ignore_eos or not self.grammars.has_end
-        if ids is None and not goes_on:
+    def _never(self, params: SamplingParams) -> npt.NDArray[np.int32] | None:
+        if self.grammars.has_end and not params.ignore_eos:
             return None
-        end_ids = self.grammars.end_ids if goes_on else ()
-        chosen = range(self._words * 32) if ids is None else ids
-        return pack_ids([i for i in chosen if i not in end_ids], self._words)
+        end_ids = set(self.grammars.end_ids)
+        return pack_ids([i for i in range(self._words * 32) if i not in end_ids], self._words)

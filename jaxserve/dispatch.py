@@ -8,49 +8,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import NamedTuple
 
 import jax
 import numpy as np
-import numpy.typing as npt
 
-from jaxserve.batch import MASKED, BatchLayout, pack_batch
+from jaxserve.batch import BatchLayout, pack_batch
 from jaxserve.carry import SlotPacker
 from jaxserve.constraints import Constraints, Masks
-from jaxserve.report import StepOutput
+from jaxserve.flight import Flight, Landed
+from jaxserve.masked_steps import masked_steps
 from jaxserve.request import Sample
-from jaxserve.runner import Forwarded, Runner, Ticket
+from jaxserve.runner import Runner, Ticket
 from jaxserve.shapes import StepShape
 from jaxserve.stats import WAIT, StepMeter, Stopwatch
 from scheduler import ScheduledTokens, Sequence, StepPlan
-
-
-@dataclass(eq=False, slots=True)
-class Flight:
-    """A dispatched step whose results the host has not read yet."""
-
-    plan: StepPlan
-    shape: StepShape
-    packed: npt.NDArray[np.int32]
-    ticket: Ticket | None = None
-    """Absent until the second half of a step in two halves is started."""
-    forwarded: Forwarded | None = None
-    """The first half of a step in two halves."""
-    masks: Future[Masks] | None = None
-    """What its second half waits for."""
-    prompt_report: jax.Array | None = None
-    """Prompt log-probabilities of the step's chunk rows, if a sequence in it wants them."""
-
-
-class Landed(NamedTuple):
-    """A step's results on the host."""
-
-    report: StepOutput
-    prompts: StepOutput | None
-    seconds: float
-    """That the device took."""
 
 
 class Dispatcher:
@@ -79,6 +50,7 @@ class Dispatcher:
         self._layouts: dict[StepShape, BatchLayout] = {
             shape: runner.spec.batch_layout(shape) for shape in runner.shapes.all()
         }
+        self._masked_steps = masked_steps(runner)
         self._stopwatch = Stopwatch()
 
     def copy_pages(self, plan: StepPlan) -> None:
@@ -89,34 +61,38 @@ class Dispatcher:
             self._runner.swap_in(copy)
 
     def launch(self, plan: StepPlan) -> Flight:
-        """Start a plan: the whole step, or its first half if constraints limit its tokens."""
+        """Start a plan, or what can be started of it while its masks are not known."""
         for seq in plan.admitted:
             self._admit(seq)
         self._meter.mark("admit")
-        flight = self._launch_half(plan) if self._constraints.limit(plan) else self._launch(plan)
-        self._stopwatch.start()
+        is_masked = self._constraints.limit(plan)
+        choose = self._runner.shapes.choose
+        if is_masked:
+            assert self._masked_steps is not None
+            choose = self._masked_steps.choose
+        shape = choose(len(plan.entries), plan.num_chunk_tokens)
+        flight = Flight(plan, shape, pack_batch(plan, self._layouts[shape]), is_masked)
+        self._meter.mark("pack")
+        if self._masked_steps is not None and is_masked:
+            self._masked_steps.begin(flight)
+        else:
+            flight.ticket = self._runner.run(flight.packed, shape)
+            self._started(flight)
         self._meter.mark("dispatch")
         return flight
 
-    def prepare(self, flight: Flight) -> None:
-        """Start to fill the masks that a flight's second half waits for, if it does.
+    def complete(self, flight: Flight) -> Masks | None:
+        """Start what is left of a flight; the masks it was given, None if it needs none.
 
         What the flights before it have sampled must be recorded.
         """
-        if flight.ticket is None and flight.masks is None:
-            flight.masks = self._constraints.fill(flight.plan, flight.shape.rows)
-
-    def complete(self, flight: Flight) -> Masks | None:
-        """Start a flight's second half; the masks it was given, None if it has no halves."""
-        if flight.forwarded is None:
+        if not flight.is_masked:
             return None
-        self.prepare(flight)
-        assert flight.masks is not None
-        masks = flight.masks.result()
+        assert self._masked_steps is not None
+        masks = self._constraints.masks(flight.plan)
         self._meter.mark("masks")
-        runner, shape = self._runner, flight.shape
-        flight.ticket = runner.sample(flight.forwarded, flight.packed, masks.words, shape)
-        flight.prompt_report = self._score_prompts(flight.plan, flight.ticket, shape)
+        self._masked_steps.finish(flight, masks.words)
+        self._started(flight)
         self._meter.mark("dispatch")
         return masks
 
@@ -129,23 +105,12 @@ class Dispatcher:
         if flight.prompt_report is not None:
             prompts = self._runner.read_prompt_logprobs(flight.prompt_report)
         self._meter.mark(WAIT)
-        return Landed(report, prompts, seconds)
+        return Landed(flight, report, prompts, seconds)
 
-    def _launch(self, plan: StepPlan) -> Flight:
-        shape = self._runner.shapes.choose(len(plan.entries), plan.num_chunk_tokens)
-        packed = pack_batch(plan, self._layouts[shape])
-        self._meter.mark("pack")
-        ticket = self._runner.run(packed, shape)
-        prompts = self._score_prompts(plan, ticket, shape)
-        return Flight(plan, shape, packed, ticket, prompt_report=prompts)
-
-    def _launch_half(self, plan: StepPlan) -> Flight:
-        shape = self._runner.shapes.choose_split(len(plan.entries), plan.num_chunk_tokens)
-        layout = self._layouts[shape]
-        packed = pack_batch(plan, layout)
-        layout.views(packed)[4][self._constraints.rows(plan)] |= MASKED
-        self._meter.mark("pack")
-        return Flight(plan, shape, packed, forwarded=self._runner.forward(packed, shape))
+    def _started(self, flight: Flight) -> None:
+        assert flight.ticket is not None
+        self._stopwatch.start()
+        flight.prompt_report = self._score_prompts(flight.plan, flight.ticket, flight.shape)
 
     def _admit(self, seq: Sequence) -> None:
         """Send a newly placed sequence's state to its slot."""

@@ -13,14 +13,15 @@ import time
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxserve.compilations import CompileCounter
 from jaxserve.constraints import Constraints
 from jaxserve.detokenizer import Detokenizer
-from jaxserve.dispatch import Dispatcher, Flight
+from jaxserve.dispatch import Dispatcher
+from jaxserve.flight import Flight, Landed
 from jaxserve.grammar import Grammars
 from jaxserve.models.llama import Params
 from jaxserve.observer import Observer, StepRecord
@@ -33,7 +34,7 @@ from jaxserve.stats import WAIT, EngineStats, StepMeter
 from jaxserve.stop_strings import StopStrings
 from jaxserve.structured import StructuredOutputsParams
 from jaxserve.tokenizer import Tokenizer
-from scheduler import FinishReason, Scheduler, Sequence, StepPlan
+from scheduler import FinishReason, Scheduler, Sequence, StepPlan, Update
 from scheduler.step_time import FittedCost, StepWork
 from scheduler.summary import Bounds
 
@@ -41,6 +42,17 @@ __all__ = ["NOT_FINITE", "Engine"]
 
 LONGEST_REST_S = 0.005
 """Longest sleep of one turn of the loop, so that its caller can submit or abort in between."""
+
+
+class _Landing(NamedTuple):
+    """A dispatch that was read, and what the scheduler made of it."""
+
+    landed: Landed
+    num_steps: int
+    tokens: list[list[int]]
+    update: Update
+    deltas: list[Delta]
+    """What its prompt log-probabilities have ended."""
 
 
 class Engine:
@@ -84,7 +96,9 @@ class Engine:
         self._meter = StepMeter(runner.spec.sizes.num_slots)
         self.grammars = Grammars(tokenizer, runner.spec.model.vocab_size, end_ids)
         """Constraints on text, compiled; may be used from any thread."""
-        constraints = Constraints(self.grammars, runner.spec.sizes.allowed_words)
+        constraints = Constraints(
+            self.grammars, runner.spec.sizes.num_slots, runner.spec.sizes.allowed_words
+        )
         self._constraints = constraints
         self._recorder = Recorder(scheduler, tokenizer, constraints, self._meter, end_ids, targets)
         self._samples = self._recorder.samples
@@ -153,11 +167,19 @@ class Engine:
         self._meter.prompt_tokens += len(ids)
         return request_id
 
-    def abort(self, request_id: str) -> None:
-        """End a request now, with reason "abort"; what it has can still be taken."""
-        for sample in self._known(request_id).samples:
-            if sample.finish_reason is None:
-                self._recorder.finish(sample, FinishReason.ABORT)
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Delta]:
+        """End a request now; what it has can still be taken.
+
+        Args:
+            request_id: of a request that was not taken.
+            reason: of the samples that have not ended.  With "length" they get the text that was
+                held back, as at any end by length.
+
+        Returns:
+            What that adds to them.
+        """
+        left = [s for s in self._known(request_id).samples if s.finish_reason is None]
+        return [self._recorder.finish(sample, reason) for sample in left]
 
     def step(self) -> list[Delta]:
         """Advance the engine by one step and return what became known."""
@@ -168,12 +190,13 @@ class Engine:
         if not plan:
             if not self._flights:
                 self._rest()
-            return self._update(keep=0)
+            return self._tell(self._land(keep=0))
         flight = self._dispatcher.launch(plan)
         self._flights.append(flight)
-        deltas = self._update(keep=1)
-        deltas += self._recorder.end_constrained(self._dispatcher.complete(flight))
-        return deltas + self._update(keep=self._depth)
+        landing = self._land(keep=1)
+        masks = self._dispatcher.complete(flight)
+        deltas = self._tell(landing) + self._recorder.end_constrained(masks)
+        return deltas + self._tell(self._land(keep=self._depth))
 
     def output(self, request_id: str) -> RequestOutput:
         """A request's state so far."""
@@ -276,10 +299,10 @@ class Engine:
         constraint = params.structured_outputs
         if constraint is None:
             return
-        if not self.runner.has_halves:
+        if self.runner.masked_steps == "off":
             raise ValueError(
-                "structured_outputs need the split steps that this engine was started without; "
-                "start it with grammars=True"
+                "structured_outputs need programs that this engine was started without; start it "
+                "with masked_steps='auto'"
             )
         assert isinstance(constraint, StructuredOutputsParams)
         self.grammars.matcher(constraint)
@@ -332,28 +355,31 @@ class Engine:
         time.sleep(min(self.scheduler.wait_s, LONGEST_REST_S))
         self._meter.mark(WAIT)
 
-    def _update(self, keep: int) -> list[Delta]:
-        """Read all but the newest `keep` dispatches; text is made while those run."""
-        deltas: list[Delta] = []
-        while len(self._flights) > keep:
-            deltas += self._land(self._flights.popleft())
-        return deltas
-
-    def _land(self, flight: Flight) -> list[Delta]:
-        """Read one dispatch, and give everybody what it says."""
-        landed = self._dispatcher.read(flight)
-        deltas = self._recorder.record_prompts(flight, landed)
-        num_steps, tokens, failed = landed.report.rows(len(flight.plan.entries))
-        self._learn(flight.plan, num_steps, landed.seconds)
-        update = self.scheduler.update(flight.plan, tokens, failed)
+    def _land(self, keep: int) -> _Landing | None:
+        """Read the oldest dispatch if there are more than `keep`, and update the scheduler."""
+        if len(self._flights) <= keep:
+            return None
+        landed = self._dispatcher.read(self._flights.popleft())
+        assert len(self._flights) <= keep, "two dispatches land at once"
+        plan = landed.flight.plan
+        deltas = self._recorder.record_prompts(landed)
+        num_steps, tokens, failed = landed.report.rows(len(plan.entries))
+        self._learn(plan, num_steps, landed.seconds)
+        update = self.scheduler.update(plan, tokens, failed)
         for row, count in update.accepted:
-            self._constraints.record(flight.plan.entries[row].seq, tokens[row][:count])
-        for next_flight in self._flights:
-            self._dispatcher.prepare(next_flight)
+            self._constraints.record(plan.entries[row].seq, tokens[row][:count])
         self._meter.mark("update")
+        return _Landing(landed, num_steps, tokens, update, deltas)
+
+    def _tell(self, landing: _Landing | None) -> list[Delta]:
+        """What a dispatch that was read means for the requests; text is made while others run."""
+        if landing is None:
+            return []
+        landed, num_steps, tokens, update, deltas = landing
+        flight = landed.flight
         self._meter.count(flight.plan, flight.shape, num_steps, tokens)
         self.observer.on_step(self._step_record(flight, num_steps, tokens, landed.seconds))
-        deltas += self._recorder.record_tokens(flight.plan, landed, tokens, update)
+        deltas = deltas + self._recorder.record_tokens(landed, tokens, update)
         self._meter.mark("output")
         return deltas
 

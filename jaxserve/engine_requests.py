@@ -9,13 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from jaxserve.answer import PromptLogprobs
 from jaxserve.drive import take_finished
 from jaxserve.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from jaxserve.sampling_params import SamplingParams
+from scheduler import FinishReason
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
@@ -33,6 +34,8 @@ class Ask:
     prompt: str | None = None
     priority: int = 0
     key: str = ""
+    whole: bool = False
+    """Nobody looks at it before its end: only its result is reported."""
 
 
 class Ending(NamedTuple):
@@ -51,6 +54,9 @@ class Results(NamedTuple):
     prompt_logprobs: Mapping[str, PromptLogprobs]
     """Of the requests that want them and have their first delta here."""
 
+    def __bool__(self) -> bool:
+        return bool(self.deltas or self.outputs)
+
 
 class EngineRequests:
     """The requests of an engine that nothing else submits to."""
@@ -59,6 +65,8 @@ class EngineRequests:
         self._engine = engine
         self._scored: set[str] = set()
         """Requests whose prompt log-probabilities have not been given yet."""
+        self._whole: set[str] = set()
+        """Requests of which only the end is reported."""
 
     def submit(self, asks: Seq[Ask]) -> None:
         """Submit all, or none if one is refused.
@@ -78,7 +86,9 @@ class EngineRequests:
                     key=ask.key,
                 )
                 submitted.append(request_id)
-                if ask.params.prompt_logprobs is not None:
+                if ask.whole:
+                    self._whole.add(request_id)
+                elif ask.params.prompt_logprobs is not None:
                     self._scored.add(request_id)
         except BaseException:
             self.end(submitted, Ending(ABORT))
@@ -87,6 +97,9 @@ class EngineRequests:
     def collect(self, deltas: Seq[Delta]) -> Results:
         """What a step's deltas mean for their requests."""
         outputs = list(take_finished(self._engine, deltas))
+        if self._whole:
+            deltas = [delta for delta in deltas if delta.request_id not in self._whole]
+            self._whole.difference_update(output.request_id for output in outputs)
         scores: dict[str, PromptLogprobs] = {}
         if self._scored:
             taken = {output.request_id: output for output in outputs}
@@ -100,15 +113,21 @@ class EngineRequests:
         """The one way to end requests early; what has ended before is left as it is."""
         deltas: list[Delta] = []
         outputs = []
+        reason = FinishReason(ending.reason)
         for request_id in request_ids:
             try:
-                self._engine.abort(request_id)
+                last = self._engine.abort(request_id, reason)
             except ValueError:  # it has ended, or was refused
                 continue
             output = self._engine.take(request_id)
-            deltas += cut_short(output, ending)
+            for delta in last:
+                if delta.finish_reason == ending.reason:  # and not by a stop string found now
+                    output.outputs[delta.index].stop_reason = ending.stop_reason
+                    delta = replace(delta, stop_reason=ending.stop_reason)
+                deltas.append(delta)
             outputs.append(output)
             self._scored.discard(request_id)
+            self._whole.discard(request_id)
         return Results(deltas, outputs, {})
 
     def bury(self, request_ids: Seq[str], ending: Ending, error: str | None) -> Results:

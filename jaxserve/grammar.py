@@ -13,6 +13,7 @@ from collections import OrderedDict
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import tokenizers
 
 from jaxserve.special_text import with_unwritable_names
@@ -73,12 +74,17 @@ class Grammars:
                 self._kept.popitem(last=False)
         return made.deep_copy()
 
+    def load(self) -> None:
+        """Read the vocabulary, which the first constraint would else wait for."""
+        self._tokens()
+
     def _compile(self, text: str, kind: str) -> llguidance.LLMatcher:
         import llguidance
 
         matcher = llguidance.LLMatcher(self._tokens(), text, log_level=0)
-        if matcher.is_error():
-            reason = " ".join(matcher.get_error().split())
+        tried = _tried(matcher)
+        if tried.is_error():
+            reason = first_line(tried.get_error())
             raise ValueError(f"structured_outputs.{kind} cannot be followed: {reason}")
         return matcher
 
@@ -104,6 +110,22 @@ class Grammars:
             backend = tokenizers.Tokenizer.from_str(backend.to_str())
             backend.add_special_tokens([STANDS_FOR_END])
         return with_unwritable_names(backend)
+
+
+def _tried(matcher: llguidance.LLMatcher) -> llguidance.LLMatcher:
+    """A copy that has taken a token: some of what is too complex shows only then."""
+    bits = np.frombuffer(matcher.compute_bitmask(), np.uint8)
+    allowed = np.unpackbits(bits, bitorder="little").nonzero()[0]
+    copy = matcher.deep_copy()
+    if not copy.is_error() and len(allowed) > 0:
+        copy.consume_token(int(allowed[-1]))
+        copy.compute_bitmask()
+    return copy
+
+
+def first_line(error: str) -> str:
+    """llguidance's reason, without the dump of its state and of the grammar."""
+    return " ".join(error.partition("<state>")[0].partition("<grammar>")[0].split())[:500]
 
 
 def grammar_text(constraint: StructuredOutputsParams) -> str:

@@ -15,13 +15,12 @@ from typing import Any
 from jaxserve.config import EngineConfig
 from jaxserve.models.llama import Llama, Params, bind
 from jaxserve.outputs import Delta, RequestOutput, ScoreOutput
+from jaxserve.prompt import Prompt, encode_prompt
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.startup import build
 
 log = logging.getLogger(__name__)
 
-Prompt = str | Mapping[str, Any] | Seq[int]
-"""Text, `{"prompt": text}`, `{"prompt_token_ids": ids}` or the ids themselves."""
 Message = Mapping[str, Any]
 
 RENAMED = {"gpu_memory_utilization": "memory_utilization", "download_dir": "cache_dir"}
@@ -184,17 +183,7 @@ class LLM:
         self.engine.update_weights(params)
 
     def _encode(self, prompt: Prompt) -> tuple[str | None, list[int]]:
-        if isinstance(prompt, str):
-            return prompt, self.tokenizer.encode(prompt)
-        if isinstance(prompt, Mapping):
-            if "prompt_token_ids" in prompt:
-                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
-            if isinstance(prompt.get("prompt"), str):
-                return prompt["prompt"], self.tokenizer.encode(prompt["prompt"])
-            raise ValueError(
-                f"prompt {dict(prompt)!r} has neither 'prompt' (text) nor 'prompt_token_ids'"
-            )
-        return None, list(prompt)
+        return encode_prompt(prompt, self.tokenizer)
 
     def _run(
         self,

@@ -108,8 +108,8 @@ class Programs:
         cache = self.cache()
         return self._program(
             step_name(shape),
-            build_step(self.spec, shape, self.mesh),
-            (self.params, cache, self.carry(), packed),
+            self._of_leaves(build_step(self.spec, shape, self.mesh)),
+            (self._leaves, cache, self.carry(), packed),
             results=(cache, self.carry(), packed, packed),
             placed=(self._in_pages(cache), self.placed, self.placed, self.placed),
             donate=(1, 2),
@@ -123,8 +123,8 @@ class Programs:
         packed, cache = self._packed(shape), self.cache()
         return self._program(
             forward_name(shape),
-            build_forward(self.spec, shape, self.mesh),
-            (self.params, cache, self.carry(), packed),
+            self._of_leaves(build_forward(self.spec, shape, self.mesh)),
+            (self._leaves, cache, self.carry(), packed),
             results=(cache, self.carry(), packed, packed),
             placed=(self._in_pages(cache), self.placed, self.placed, self.placed),
             donate=(1, 2),
@@ -134,11 +134,11 @@ class Programs:
         spec, rows = self.spec, self.shapes.max_rows
         hidden = self._array((rows, spec.model.hidden_size), jnp.float32)
         packed = self._array((spec.batch_layout(StepShape(rows, 0)).num_row_numbers,), jnp.int32)
-        masks = self._array((rows, spec.sizes.allowed_words), jnp.int32)
+        masks = self._array((spec.sizes.num_slots, spec.sizes.allowed_words), jnp.int32)
         return self._program(
             SAMPLE,
-            build_sample(spec, rows),
-            (self.params, self.carry(), hidden, packed, masks),
+            self._of_leaves(build_sample(spec, rows)),
+            (self._leaves, self.carry(), hidden, packed, masks),
             results=(self.carry(), packed),
             placed=(self.placed, self.placed),
             donate=(1,),
@@ -149,8 +149,8 @@ class Programs:
         targets = self._array((chunk,), jnp.int32)
         return self._program(
             score_name(chunk),
-            partial(prompt_logprobs, self.spec),
-            (self.params, hidden, targets),
+            self._of_leaves(partial(prompt_logprobs, self.spec)),
+            (self._leaves, hidden, targets),
             results=targets,
             placed=self.placed,
         )
@@ -199,6 +199,23 @@ class Programs:
             return jitted.lower(*arguments)
 
         return Program(name=name, lower=lower, arguments=arguments, results=results)
+
+    @property
+    def _leaves(self) -> list[Any]:
+        """The weights as the programs take them: one by one, in the order of their tree.
+
+        Comparing trees of packed weights takes a call longer than all else that it does.
+        """
+        return jax.tree.leaves(self.params)
+
+    def _of_leaves(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of a tree of weights as one of its leaves."""
+        tree = jax.tree.structure(self.params)
+
+        def of_leaves(leaves: list[jax.Array], *rest: Any) -> Any:
+            return function(jax.tree.unflatten(tree, leaves), *rest)
+
+        return of_leaves
 
     def _array(self, shape: tuple[int, ...], dtype: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, np.dtype(dtype), sharding=self.placed)

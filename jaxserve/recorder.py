@@ -9,16 +9,18 @@ import time
 from collections.abc import Sequence as Seq
 
 from jaxserve.constraints import Constraints, Masks
-from jaxserve.dispatch import Flight, Landed, chunk_rows
+from jaxserve.dispatch import chunk_rows
+from jaxserve.flight import Landed
 from jaxserve.observer import Observer
 from jaxserve.outputs import Delta
 from jaxserve.report import StepOutput
 from jaxserve.request import Request, Sample, delta, finish_sample, logprob_entry
 from jaxserve.stats import StepMeter
 from jaxserve.tokenizer import Tokenizer
-from scheduler import FinishReason, ScheduledTokens, Scheduler, Sequence, StepPlan, Update
+from scheduler import FinishReason, ScheduledTokens, Scheduler, Sequence, Update
 from scheduler.summary import Bounds
 
+BROKEN_CONSTRAINT = "the constraint cannot be followed any more"
 NOT_FINITE = "the model's logits were not finite (NaN or infinity); this request was ended"
 _GOOD = (FinishReason.STOP, FinishReason.LENGTH)
 """Reasons of an end that a latency bound can be met with."""
@@ -54,12 +56,12 @@ class Recorder:
         self._end_ids = end_ids
         self._targets = targets
 
-    def record_prompts(self, flight: Flight, landed: Landed) -> list[Delta]:
+    def record_prompts(self, landed: Landed) -> list[Delta]:
         """Store a step's prompt log-probabilities; end the requests whose are not finite."""
         deltas: list[Delta] = []
         if landed.prompts is None:
             return deltas
-        for first, entry in chunk_rows(flight.plan):
+        for first, entry in chunk_rows(landed.flight.plan):
             sample = self.samples.get(entry.seq)
             if sample is None or not sample.scores_prompt:
                 continue
@@ -70,14 +72,12 @@ class Recorder:
                 deltas += [self.finish(sample, FinishReason.ERROR) for sample in left]
         return deltas
 
-    def record_tokens(
-        self, plan: StepPlan, landed: Landed, tokens: Seq[Seq[int]], update: Update
-    ) -> list[Delta]:
+    def record_tokens(self, landed: Landed, tokens: Seq[Seq[int]], update: Update) -> list[Delta]:
         """Give the samples what the scheduler has accepted, and end those it has ended."""
         now = time.monotonic()
         deltas = []
         for row, count in update.accepted:
-            sample = self.samples[plan.entries[row].seq]
+            sample = self.samples[landed.flight.plan.entries[row].seq]
             taken = tokens[row][:count]
             deltas.append(self._take_tokens(sample, landed.report, row, taken, now))
         for seq in update.finished:
@@ -97,7 +97,7 @@ class Recorder:
         for seq, reason in masks.broken:
             if seq in self.samples:
                 sample = self.samples[seq]
-                sample.request.error = f"the constraint cannot be followed any more: {reason}"
+                sample.request.error = f"{BROKEN_CONSTRAINT}: {reason}"
                 deltas.append(self.finish(sample, FinishReason.ERROR))
         return deltas
 

@@ -76,7 +76,7 @@ class Runner:
         weights: WeightLayout = CANONICAL,
         swap: SwapSizes = NO_SWAP,
         *,
-        split: bool = False,
+        masked_steps: str = "off",
     ) -> None:
         """Load or compile every executable, then allocate cache and carry.
 
@@ -89,25 +89,29 @@ class Runner:
             store: where executables are kept.
             weights: the layout in which weights are served.
             swap: host memory for pages.
-            split: make the halves of steps too.
+            masked_steps: how steps that constraints limit are run: "whole", "split" or "off".
         """
         self.spec = spec
         self.shapes = shapes
         self.mesh = mesh
         self._num_pages = num_pages
-        self._params = params
+        self._hold(params)
         self._weights = weights
         self._store = store
         self._swap = swap
-        self.has_halves = split
-        """Whether steps can be run in two halves."""
+        self.masked_steps = masked_steps
+        """How steps that constraints limit are run: "whole", "split" or not at all."""
+        self._is_host = mesh.devices.flat[0].platform == "cpu"
         self._num_runs = self._num_read = 0
-        programs = Programs(spec, shapes, mesh, _abstract_of(params), num_pages, swap, split)
+        programs = Programs(
+            spec, shapes, mesh, _abstract_of(params), num_pages, swap, masked_steps == "split"
+        )
         self._host_pages = HostPages(swap.num_pages, programs.group())
         loading = store.start(programs.all())
         self._steps = {shape: loading[step_name(shape)] for shape in shapes.all()}
         self._prompt_logprobs = {chunk: loading[score_name(chunk)] for chunk in shapes.chunks}
-        self._forwards = {s: loading[forward_name(s)] for s in shapes.split() if split}
+        split = shapes.split() if masked_steps == "split" else ()
+        self._forwards = {shape: loading[forward_name(shape)] for shape in split}
         self._sample = loading.get(SAMPLE)
         self._set_slot = loading[SET_SLOT]
         self._take_pages, self._put_pages = loading.get(TAKE_PAGES), loading.get(PUT_PAGES)
@@ -131,9 +135,10 @@ class Runner:
                 nothing = np.zeros(shape.chunk, np.int32)
                 self.read_prompt_logprobs(self.prompt_logprobs(ticket, nothing, shape))
             self.read(ticket)
+        sizes = self.spec.sizes
+        nothing = np.zeros((sizes.num_slots, sizes.allowed_words), np.int32)
         for shape in self._forwards:
             packed = self.spec.batch_layout(shape).empty()
-            nothing = np.zeros((shape.rows, self.spec.sizes.allowed_words), np.int32)
             self.read(self.sample(self.forward(packed, shape), packed, nothing, shape))
         if self._swap.num_pages > 0:
             padding = PageCopy((NULL_PAGE,), (0,))
@@ -147,6 +152,11 @@ class Runner:
     def set_slot(self, packed: npt.NDArray[np.int32]) -> None:
         """Replace one slot's state; see `SlotPacker.pack`."""
         self._carry = self._set_slot.result()(self._carry, packed)
+
+    def set_masks(self, masks: npt.NDArray[np.int32]) -> None:
+        """Limit what the slots may sample from now on, by i32[slots, allowed_words]."""
+        # An array of the host: the next program takes it as it takes its batch.
+        self._carry = self._carry._replace(mask=masks)  # type: ignore[arg-type]
 
     def swap_out(self, copy: PageCopy) -> None:
         """Start to copy pages to the host; they may be written again by what is called next."""
@@ -168,8 +178,8 @@ class Runner:
         The caller never writes to `packed` again: it may be read until the step is done.
         """
         step = self._steps[shape].result()
-        self._cache, self._carry, out, hidden = step(self._params, self._cache, self._carry, packed)
-        out.copy_to_host_async()
+        self._cache, self._carry, out, hidden = step(self._leaves, self._cache, self._carry, packed)
+        self._fetch(out)
         self._num_runs += 1
         return Ticket(out, hidden)
 
@@ -177,7 +187,7 @@ class Runner:
         """Start the first half of a step, as `run` does the whole."""
         half = self._forwards[shape].result()
         self._cache, self._carry, hidden, chunk_hidden = half(
-            self._params, self._cache, self._carry, packed
+            self._leaves, self._cache, self._carry, packed
         )
         self._num_runs += 1
         return Forwarded(hidden, chunk_hidden)
@@ -193,15 +203,15 @@ class Runner:
 
         Args:
             forwarded: what the first half gave.
-            packed: what it was given, with the `MASKED` rows marked.
-            masks: i32[rows, allowed_words], packed bits.
+            packed: what it was given.
+            masks: i32[slots, allowed_words], packed bits.
             shape: of the step.
         """
         assert self._sample is not None
         half = self._sample.result()
         rows = packed[: self.spec.batch_layout(shape).num_row_numbers]
-        self._carry, out = half(self._params, self._carry, forwarded.hidden, rows, masks)
-        out.copy_to_host_async()
+        self._carry, out = half(self._leaves, self._carry, forwarded.hidden, rows, masks)
+        self._fetch(out)
         return Ticket(out, forwarded.chunk_hidden)
 
     def read(self, ticket: Ticket) -> StepOutput:
@@ -216,8 +226,8 @@ class Runner:
     ) -> jax.Array:
         """Start scoring a step's chunk rows against the tokens that follow them."""
         score = self._prompt_logprobs[shape.chunk].result()
-        out: jax.Array = score(self._params, ticket.chunk_hidden, targets)
-        out.copy_to_host_async()
+        out: jax.Array = score(self._leaves, ticket.chunk_hidden, targets)
+        self._fetch(out)
         return out
 
     def read_prompt_logprobs(self, out: jax.Array) -> StepOutput:
@@ -251,9 +261,19 @@ class Runner:
                     f"the engine serves {self.dtype}{list(old[path])}"
                 )
         served = params if self._weights.is_canonical else serve(params, self._weights)
-        self._params = jax.tree.map(
+        placed = jax.tree.map(
             lambda leaf, like: jax.device_put(leaf, like.sharding), served, self._params
         )
+        self._hold(placed)
+
+    def _fetch(self, out: jax.Array) -> None:
+        """Start to copy a report to the host, where a CPU's lies already."""
+        if not self._is_host:
+            out.copy_to_host_async()
+
+    def _hold(self, params: Params) -> None:
+        """Keep weights as they are served: the tree, and its leaves as the programs take them."""
+        self._params, self._leaves = params, jax.tree.leaves(params)
 
     @property
     def num_host_pages(self) -> int:

@@ -28,11 +28,9 @@ from jaxserve.sampling.sums import aligned
 Logits = Callable[[], jax.Array]
 """`() -> f32[rows, vocab]`."""
 
-Greedy = Callable[[], tuple[jax.Array, jax.Array]]
-"""`() -> (i32[rows], f32[rows])`: the lowest id of each row's largest logit, and that logit, which
-is not finite if the row's logits are not usable."""
-NEED_LOGITS = ADJUSTS | MASKS | SAMPLES | LOGPROBS
-"""Flags of the rows that need more of the logits than `Greedy` looks at."""
+Greedy = Callable[[jax.Array], tuple[jax.Array, jax.Array]]
+"""`(allowed) -> (i32[rows], f32[rows])`: the lowest id of each row's largest logit among those that
+are allowed, packed bits, and that logit, which is not finite if the row's are not usable."""
 
 
 class Sampled(NamedTuple):
@@ -54,7 +52,6 @@ def sample(
     positions: jax.Array,  # i32[rows], of the tokens to sample
     active: jax.Array,  # bool[rows]
     num_top: int,
-    need_logits: int = NEED_LOGITS,
 ) -> Sampled:
     """Choose one token per row as its slot's parameters say.
 
@@ -62,16 +59,20 @@ def sample(
     all of whose rows are greedy.  Rows that are not active get arbitrary tokens and never widen
     the work of the step.  Log-probabilities are the model's own: before penalties, bias,
     temperature and filters.
-
-    `need_logits` may leave out `MASKS` if `greedy` looks only at the ids that a row's slot allows.
     """
     flags = jnp.where(active, carry.ints[slots, INTS.index("flags")], 0)
     sampled: Sampled = lax.cond(
-        jnp.any(flags & need_logits != 0),
+        jnp.any(flags & (ADJUSTS | SAMPLES | LOGPROBS) != 0),
         lambda: _from_logits(logits(), carry, slots, positions, active, flags, num_top),
-        lambda: _only_greedy(*greedy(), num_top),
+        lambda: _only_greedy(*greedy(_allowed(carry, slots, flags)), num_top),
     )
     return sampled
+
+
+def _allowed(carry: Carry, slots: jax.Array, flags: jax.Array) -> jax.Array:
+    """What each row may sample now, as packed bits."""
+    masked = flags[:, None] & MASKS != 0
+    return jnp.where(masked, carry.allowed[slots] & carry.mask[slots], -1)
 
 
 def _only_greedy(token: jax.Array, largest: jax.Array, num_top: int) -> Sampled:
@@ -96,7 +97,7 @@ def _from_logits(
     )
     adjusted = lax.cond(
         jnp.any(flags & MASKS != 0),
-        lambda: only_allowed(adjusted, carry.allowed[slots]),
+        lambda: only_allowed(adjusted, _allowed(carry, slots, flags)),
         lambda: adjusted,
     )
     samples = flags & SAMPLES != 0

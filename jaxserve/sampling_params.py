@@ -93,6 +93,11 @@ class SamplingParams:
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise ValueError("allowed_token_ids=[] allows no token; leave it out to allow all")
         object.__setattr__(self, "structured_outputs", _structured(self.structured_outputs))
+        if self.structured_outputs is not None and self.allowed_token_ids is not None:
+            raise ValueError(
+                "structured_outputs beside allowed_token_ids may leave no token at all; say it in "
+                "the constraint alone"
+            )
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens={self.min_tokens} is larger than max_tokens={self.max_tokens}"

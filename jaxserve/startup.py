@@ -141,11 +141,16 @@ def assemble(
     directory = Path(
         config.compilation_cache_dir or cache_directory(config.cache_dir) / "executables"
     )
-    store = ExecutableStore(directory, repr((spec, shapes)), list(mesh.devices.flat))
+    store = ExecutableStore(
+        directory, repr((spec, shapes, jax.tree.structure(params))), list(mesh.devices.flat)
+    )
     with phases("executables"):
         pages = config.num_kv_blocks
+        masked = config.masked_steps
+        if masked == "auto":
+            masked = "whole" if device.platform == "cpu" else "split"
         runner = Runner(
-            spec, shapes, mesh, params, pages, store, weights, swap, split=config.grammars
+            spec, shapes, mesh, params, pages, store, weights, swap, masked_steps=masked
         )
     with phases("warm_up"):
         if config.warm_up:

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxserve.batch import DECODES, MASKED, SAMPLES, Batch
-from jaxserve.carry import MASKS, Carry
+from jaxserve.batch import DECODES, SAMPLES, Batch
+from jaxserve.carry import Carry
 from jaxserve.models.llama import Llama, Params, bind
 from jaxserve.paged import PagedAttention
 from jaxserve.report import pack_report
-from jaxserve.sampler import NEED_LOGITS, Sampled, sample
+from jaxserve.sampler import Sampled, sample
 from jaxserve.sampling.logprobs import token_logprobs
 from jaxserve.shapes import StepShape
 from jaxserve.spec import Cache, StepSpec
@@ -89,7 +89,7 @@ def build_sample(spec: StepSpec, rows: int) -> Sample:
     """The second half of a step: the next token of each of `rows` sequence rows.
 
     It takes the `hidden` that the first half gave, of a packed batch only the numbers of its
-    rows, and masks as i32[rows, allowed_words], packed bits, which count where a row is `MASKED`.
+    rows, and masks as i32[slots, allowed_words].
     """
     layout = spec.batch_layout(StepShape(rows, 0))
 
@@ -98,10 +98,8 @@ def build_sample(spec: StepSpec, rows: int) -> Sample:
     ) -> tuple[Carry, jax.Array]:
         rest = layout.packed_size - layout.num_row_numbers
         batch = at_step(spec, carry, layout.unpack(jnp.pad(packed, (0, rest))), 0)
-        masked = jnp.where(batch.flags & MASKED != 0, batch.slot, spec.sizes.num_slots)
-        carry = carry._replace(allowed=carry.allowed.at[masked].set(masks, mode="drop"))
-        model = bind(spec.model, params)
-        carry, report = sample_rows(spec, model, carry, batch, hidden, is_masked=True)
+        carry, model = carry._replace(mask=masks), bind(spec.model, params)
+        carry, report = sample_rows(spec, model, carry, batch, hidden)
         return carry, report[None]
 
     return half
@@ -213,17 +211,9 @@ def _up_to_last(used: jax.Array) -> jax.Array:
 
 
 def sample_rows(
-    spec: StepSpec,
-    model: Llama,
-    carry: Carry,
-    batch: Batch,
-    hidden: jax.Array,
-    *,
-    is_masked: bool = False,
+    spec: StepSpec, model: Llama, carry: Carry, batch: Batch, hidden: jax.Array
 ) -> tuple[Carry, jax.Array]:
     """Sample the next token of each sequence row that asks for it; record it in the carry.
-
-    `is_masked` says that rows are likely to have masks, so that greedy rows look at them at once.
 
     A row that samples one of its end tokens, or whose logits are not finite, ends its slot: the
     host, which may have dispatched the next step already, will find the same.
@@ -234,16 +224,14 @@ def sample_rows(
     live = batch.length > 0
     samples = (batch.flags & SAMPLES != 0) & live
     slot, used = _slots(spec, batch), _used_rows(batch)
-    allowed = carry.allowed[slot] if is_masked else None
     sampled = sample(
         partial(model.logits, hidden, used),
-        partial(model.greedy, hidden, used, allowed),
+        partial(model.greedy, hidden, used),
         carry,
         slot,
         batch.start + batch.length,
         samples,
         spec.num_top,
-        NEED_LOGITS & ~MASKS if is_masked else NEED_LOGITS,
     )
     samples &= sampled.finite
     # No token that `min_tokens` holds back is sampled, so that any of them ends the row.

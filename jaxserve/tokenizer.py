@@ -125,7 +125,9 @@ class Tokenizer:
         with it already; nothing is ever appended.  The text of special tokens is read as these
         tokens, unlike in the content of chat messages.
         """
-        return self._with_bos(self.backend.encode(text, add_special_tokens=False).ids)
+        # Only a batch is encoded without holding the interpreter, which matters for long texts.
+        (encoded,) = self.backend.encode_batch([text], add_special_tokens=False)
+        return self._with_bos(encoded.ids)
 
     def encode_chat(
         self,

@@ -54,6 +54,14 @@ def test_the_library_does_not_import_its_command_line() -> None:
             assert not is_cli, f"{path.relative_to(ROOT)} imports {name}"
 
 
+def test_only_its_command_knows_the_server() -> None:
+    for path in files("jaxserve"):
+        if path.parent in (ROOT / "jaxserve" / "server", ROOT / "jaxserve" / "cli"):
+            continue
+        for name in imports(path):
+            assert not f"{name}.".startswith("jaxserve.server."), f"{path} imports {name}"
+
+
 @pytest.mark.parametrize("name", WITHOUT_JAX)
 def test_plain_data_does_not_import_jax(name: str) -> None:
     heavy = {"jax", "jaxlib", "flax", "pallas_kernels"}

@@ -88,7 +88,7 @@ class FixedTimeRunner(Runner):
         """
         self.spec = spec
         self.shapes = shapes
-        self.has_halves = False
+        self.masked_steps = "off"
         self.busy_s = 0.0
         self.idle_s = 0.0
         self._step_s = step_s

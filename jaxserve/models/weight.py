@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxserve.models.linear import linear
 from jaxserve.models.norm import rms_norm
@@ -77,7 +78,8 @@ class Weight:
         """
         logits = self.norm_linear(x, gain, eps, used)
         if allowed is not None:
-            logits = only_allowed(logits, allowed)
+            all_are = jnp.all(allowed == -1)
+            logits = lax.cond(all_are, lambda: logits, lambda: only_allowed(logits, allowed))
         return argmax(logits), logits.max(-1)
 
 

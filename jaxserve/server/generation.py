@@ -90,6 +90,7 @@ async def _submit(
             prompt=prompt.text,
             priority=asked.priority or 0,
             key=asked.user or "",
+            whole=not asked.stream,
         )
         for index, prompt in enumerate(prompts)
     ]

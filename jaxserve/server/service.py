@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from jaxserve.answer import Answer
 from jaxserve.async_llm import AsyncLLM
 from jaxserve.protocol import RequestError
+from jaxserve.recorder import BROKEN_CONSTRAINT
 from jaxserve.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -144,6 +145,8 @@ class Service:
                 continue
             if any(sample.finish_reason == "error" for sample in output.outputs):
                 message = output.error or "the answer failed"
+                if message.startswith(BROKEN_CONSTRAINT):  # too complex, as it has turned out
+                    return RequestError(message, "structured_outputs")
                 return RequestError(message, None, "server_error", 500)
             if self.cut and any(sample.finish_reason == "abort" for sample in output.outputs):
                 return RequestError(SHUTDOWN, None, "shutting_down", 503)
@@ -151,6 +154,8 @@ class Service:
 
     async def warm_up(self) -> None:
         """Have done what would make the first request slow, and be ready."""
+        if self.llm.config.warm_up and self.llm.config.masked_steps != "off":
+            await asyncio.to_thread(self.llm.engine.grammars.load)
         if self.llm.config.warm_up and self.llm.tokenizer.chat_template is not None:
             try:
                 await asyncio.to_thread(

@@ -49,7 +49,7 @@ ENGINE_FLAGS = {
     "device": ("cpu", "cpu"),
     "attention_backend": ("xla", "xla"),
     "cpu_kernels": ("avx2", "avx2"),
-    "grammars": (False, False),
+    "masked_steps": ("split", "split"),
     "kernel_table": ("sizes.json", "sizes.json"),
     "seed": ("7", 7),
     "cache_dir": ("/tmp/a", "/tmp/a"),

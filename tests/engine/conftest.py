@@ -17,4 +17,10 @@ def executables(request: pytest.FixtureRequest) -> Path:
 
 @pytest.fixture(scope="session")
 def mini(executables: Path) -> Mini:
-    return Mini.build(executables, grammars=True)
+    return Mini.build(executables, masked_steps="whole")
+
+
+@pytest.fixture(scope="session")
+def split_mini(executables: Path) -> Mini:
+    """The same, with steps that constraints limit in two halves, as where the host is apart."""
+    return Mini.build(executables, masked_steps="split")

@@ -59,7 +59,7 @@ OPTIONS: dict[str, Any] = {
     "multi_step": 8,
     "preemption": "swap",
     "swap_space_gib": 2**-7,
-    "grammars": False,
+    "masked_steps": "off",
 }
 
 

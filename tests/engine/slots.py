@@ -50,7 +50,12 @@ def _adjust(logits: jax.Array, carry: Carry, rows: jax.Array, positions: jax.Arr
 
 @jax.jit
 def _sample(logits: jax.Array, *rest: jax.Array) -> Sampled:
-    return sample(lambda: logits, lambda: (argmax(logits), logits.max(-1)), *rest, num_top=NUM_TOP)
+    return sample(
+        lambda: logits,
+        lambda allowed: (argmax(only_allowed(logits, allowed)), logits.max(-1)),
+        *rest,
+        num_top=NUM_TOP,
+    )
 
 
 def zeros() -> Carry:

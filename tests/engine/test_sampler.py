@@ -124,7 +124,7 @@ def test_a_greedy_step_has_no_logits_and_any_other_has() -> None:
         values = jax.numpy.full_like(logits, np.nan) if poison == "logits" else logits
         token = jax.numpy.full(ROWS, 77 if poison == "logits" else -1)
         return sample(
-            lambda: values, lambda: (token, largest), carry, rows, rows + 9, active, NUM_TOP
+            lambda: values, lambda _: (token, largest), carry, rows, rows + 9, active, NUM_TOP
         )
 
     slots = mixed()

@@ -11,7 +11,7 @@ import jsonschema
 import pytest
 
 from jaxserve.sampling_params import SamplingParams
-from tests.engine.asks import FORCE, assert_answers, only, sampled
+from tests.engine.asks import FORCE, assert_answers, sampled
 from tests.engine.mini import Mini, drain, greedy, logprobs, prompts, run, solo, tokens
 
 EOS = frozenset({2})
@@ -48,6 +48,12 @@ CONSTRAINTS: dict[str, tuple[dict[str, Any], Any]] = {
 }
 each_constraint = pytest.mark.parametrize("name", CONSTRAINTS)
 each_loop = pytest.mark.parametrize("asynchronous", [True, False])
+
+
+@pytest.fixture(params=["whole", "split"])
+def mini(request: pytest.FixtureRequest, mini: Mini, split_mini: Mini) -> Mini:
+    """Both ways to run a step that a constraint limits."""
+    return mini if request.param == "whole" else split_mini
 
 
 @each_constraint
@@ -130,24 +136,31 @@ def test_without_a_limit_on_text_a_constraint_changes_nothing(mini: Mini) -> Non
     letters = list(range(ord("a"), ord("z") + 1))
     prompt, ask = prompts([12])[0], greedy(12, allowed_token_ids=letters, logprobs=1)
     free = run(mini.engine(), [(prompt, ask)])
-    held = run(mini.engine(), [(prompt, replace(ask, structured_outputs={"regex": "[a-z]*"}))])
+    held_ask = replace(ask, allowed_token_ids=None, structured_outputs={"regex": "[a-z]*"})
+    held = run(mini.engine(), [(prompt, held_ask)])
     assert tokens(held) == tokens(free)
     assert logprobs(held[0]) == pytest.approx(logprobs(free[0]), abs=1e-5)
 
 
-def test_allowed_ids_hold_beside_a_constraint(mini: Mini) -> None:
-    allowed = [ord("a"), ord("c")]
-    ask = greedy(8, structured_outputs={"regex": "[a-d]{8}"}, allowed_token_ids=allowed)
-    assert set(only(run(mini.engine(eos=EOS), [(prompts([4])[0], ask)])[0])) <= set(allowed)
+def test_allowed_ids_beside_a_constraint_are_refused() -> None:
+    with pytest.raises(ValueError, match="structured_outputs beside allowed_token_ids"):
+        greedy(8, structured_outputs={"regex": "ab"}, allowed_token_ids=[ord("z")])
 
 
-def test_what_is_allowed_nowhere_ends_that_request_alone(mini: Mini) -> None:
-    ask = greedy(8, structured_outputs={"regex": "ab"}, allowed_token_ids=[ord("z")])
-    fine = greedy(8)
+def test_what_cannot_be_followed_any_more_ends_alone(mini: Mini) -> None:
+    ask, fine = greedy(8, structured_outputs={"regex": "[a-d]{8}"}), greedy(8)
     engine = mini.engine(eos=EOS)
-    broken, other = run(engine, list(zip(prompts([4, 5]), [ask, fine], strict=True)))
+    ids = [engine.submit(p, a) for p, a in zip(prompts([4, 5]), [ask, fine], strict=True)]
+    for _ in range(3):
+        engine.step()
+    (constraint,) = engine._constraints._known.values()
+    constraint.pending.append(ord("z"))  # as if the device had not obeyed
+    drain(engine)
+    broken, other = (engine.take(request_id) for request_id in ids)
     assert broken.outputs[0].finish_reason == "error"
     assert broken.error is not None
+    assert "cannot be followed any more" in broken.error
+    assert len(broken.error) < 600
     assert tokens([other]) == tokens(solo(mini.engine(eos=EOS), [(prompts([4, 5])[1], fine)]))
     assert_answers(mini, engine)
 
@@ -220,9 +233,11 @@ def test_what_cannot_be_followed_is_refused(
     assert_answers(mini, engine)
 
 
-def test_an_engine_without_split_steps_says_so(mini: Mini, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mini.runner, "has_halves", False)
-    with pytest.raises(ValueError, match="grammars=True"):
+def test_an_engine_without_masked_steps_says_so(
+    mini: Mini, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mini.runner, "masked_steps", "off")
+    with pytest.raises(ValueError, match="masked_steps='auto'"):
         mini.engine().submit([3], SamplingParams(structured_outputs={"regex": "a"}))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from jaxserve.outputs import CompletionOutput, Delta, RequestMetrics, RequestOutput
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.tokenizer import Tokenizer
+from scheduler import FinishReason
 
 PATIENCE_S = 20
 
@@ -84,11 +85,13 @@ class ScriptedEngine:
         output.finished = all(s.finish_reason is not None for s in output.outputs)
         return Delta(output.request_id, sample.index, chr(token), (token,), sample.finish_reason)
 
-    def abort(self, request_id: str) -> None:
+    def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORT) -> list[Delta]:
         output = self.output(request_id)
-        for sample in output.outputs:
-            sample.finish_reason = sample.finish_reason or "abort"
+        left = [sample for sample in output.outputs if sample.finish_reason is None]
+        for sample in left:
+            sample.finish_reason = reason.value
         output.finished = True
+        return [Delta(request_id, sample.index, "", (), reason.value) for sample in left]
 
     def output(self, request_id: str) -> RequestOutput:
         if request_id not in self.outputs:

@@ -27,7 +27,7 @@ def f32(executables: str) -> LLM:
         max_num_batched_tokens=136,
         prefill_buckets=(128,),
         num_kv_blocks=40,
-        grammars=False,
+        masked_steps="off",
         warm_up=False,
         compilation_cache_dir=executables,
     )

@@ -63,3 +63,11 @@ def test_short_answers(bf16: LLM, constraint: dict[str, Any], want: str | None) 
     params = SamplingParams(temperature=0, max_tokens=12, structured_outputs=constraint)
     text = bf16.generate("The colour of a clear sky at noon is", params)[0].outputs[0].text
     assert text == want if want is not None else text.isdigit()
+
+
+def test_what_is_too_complex_is_refused_at_once(bf16: LLM) -> None:
+    params = SamplingParams(structured_outputs={"regex": "a{1000000}"})
+    with pytest.raises(ValueError, match="regex cannot be followed: .*too many") as caught:
+        bf16.generate("x", params)
+    assert len(str(caught.value)) < 700
+    assert not bf16.engine.has_work

@@ -145,7 +145,7 @@ ffi::Error NormArgmax(ffi::ThreadPool pool, Buffer x, Buffer used, Buffer gain, 
         if (left < kLanes) y = first(left, y, all(-kInfinity));
         if (words > 0) {
           const uint32_t word = bits[size_t(m) * words + values.panel];
-          y = where_bits(word >> (half * kLanes), y, all(-kInfinity));
+          if (word != ~0u) y = where_bits(word >> (half * kLanes), y, all(-kInfinity));
         }
         best[size_t(worker) * count + m].see(y, n);
       }

@@ -67,7 +67,7 @@ def test_short_answers(bf16: LLM, constraint: dict[str, Any], want: str | None) 
 
 def test_what_is_too_complex_is_refused_at_once(bf16: LLM) -> None:
     params = SamplingParams(structured_outputs={"regex": "a{1000000}"})
-    with pytest.raises(ValueError, match="regex cannot be followed: .*too many") as caught:
+    with pytest.raises(ValueError, match=r"regex cannot be followed: .*too many") as caught:
         bf16.generate("x", params)
     assert len(str(caught.value)) < 700
     assert not bf16.engine.has_work

@@ -20,6 +20,7 @@ from jaxserve.carry import (
     FLOATS,
     INTS,
     LOGPROBS,
+    MASKS,
     Carry,
     CarrySizes,
     SlotPacker,
@@ -421,7 +422,8 @@ def test_a_slot_is_set_to_what_was_packed(data: st.DataObject) -> None:
         ({"repetition_penalty": 0.9}, DRAWS | ADJUSTS),
         ({"logit_bias": {5: 1.0}}, DRAWS | ADJUSTS),
         ({"logit_bias": {}}, DRAWS),
-        ({"allowed_token_ids": [5]}, DRAWS | ADJUSTS),
+        ({"allowed_token_ids": [5]}, DRAWS | MASKS),
+        ({"structured_outputs": {"regex": "a"}}, DRAWS | MASKS),
         ({"min_tokens": 1}, DRAWS | ADJUSTS),
     ],
 )

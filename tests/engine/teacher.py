@@ -36,7 +36,7 @@ def recite(
     engine: Engine, script: Iterable[int], params: SamplingParams, prompt: tuple[int, ...] = (72,)
 ) -> tuple[RequestOutput, list[Delta]]:
     """Run one request on a fresh engine that samples `script`; its result and its deltas."""
-    engine.runner = Teacher(engine.runner, script)  # type: ignore[assignment]
+    engine._dispatcher._runner = Teacher(engine.runner, script)  # type: ignore[assignment]
     request_id = engine.submit(prompt, params)
     deltas = drain(engine)
     return engine.take(request_id), deltas

@@ -178,7 +178,7 @@ class AsyncLLM:
             # Beside the loop, and not on the engine's thread: a large grammar takes a second.
             if isinstance(ask.params.structured_outputs, StructuredOutputsParams):
                 constraint = ask.params.structured_outputs
-                await asyncio.to_thread(self.engine.grammars.matcher, constraint)
+                await asyncio.to_thread(self.engine.grammars.check, constraint)
         named = [replace(ask, request_id=ask.request_id or self._fresh_id()) for ask in asks]
         self._check_ids(named)
         answers = {

@@ -17,7 +17,7 @@ from jaxserve.batch_line import LineRequest
 from jaxserve.batch_writer import BatchReport, BatchWriter
 from jaxserve.drive import take_finished
 from jaxserve.outputs import RequestOutput
-from jaxserve.protocol import Prompt, RequestError, request_error, response_body
+from jaxserve.protocol import Prompt, RequestError, response_body
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
@@ -138,16 +138,18 @@ class _Run:
                 )
                 active.request_ids.append(request_id)
         except Exception as error:  # a chat template may raise anything
-            self._refuse(line, active, error)
+            self._refuse(line, parsed, active, error)
         else:
             self._active.update(dict.fromkeys(active.request_ids, active))
             self._num_samples += active.num_samples
 
-    def _refuse(self, line: Line, active: _Active | None, error: Exception) -> None:
+    def _refuse(
+        self, line: Line, parsed: LineRequest, active: _Active | None, error: Exception
+    ) -> None:
         if active is not None:
             self._drop(active.request_ids)
         if isinstance(error, ValueError):
-            self._writer.fail(line, request_error(error))
+            self._writer.fail(line, parsed.request.blame(error))
         else:
             log.error("line %d", line.number, exc_info=error)
             message = f"{type(error).__name__}: {error}"

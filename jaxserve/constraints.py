@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     import llguidance
 
 
+MOST_THREADS = 32
+"""That fill masks."""
+
+
 class Masks(NamedTuple):
     """Masks for a step."""
 
@@ -123,7 +127,7 @@ class Constraints:
     def _executor(self) -> llguidance.LLExecutor:
         import llguidance
 
-        return llguidance.LLExecutor(num_threads=os.cpu_count() or 1)
+        return llguidance.LLExecutor(num_threads=min(os.cpu_count() or 1, MOST_THREADS))
 
     def _never(self, params: SamplingParams) -> npt.NDArray[np.int32] | None:
         if self.grammars.has_end and not params.ignore_eos:

@@ -305,7 +305,7 @@ class Engine:
                 "with masked_steps='auto'"
             )
         assert isinstance(constraint, StructuredOutputsParams)
-        self.grammars.matcher(constraint)
+        self.grammars.check(constraint)
 
     def _checked_prompt(self, prompt_token_ids: Seq[int]) -> list[int]:
         ids = list(prompt_token_ids)

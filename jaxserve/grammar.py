@@ -52,27 +52,35 @@ class Grammars:
         self._vocabulary: Any = None
         self._kept: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
 
-    def matcher(self, constraint: StructuredOutputsParams) -> llguidance.LLMatcher:
-        """A matcher at the beginning of its text.
-
-        The first of a constraint compiles it, which may take a second for a large one.
+    def check(self, constraint: StructuredOutputsParams) -> None:
+        """Compile a constraint, which may take a second for a large one, unless it is kept.
 
         Raises:
             ValueError: the schema, expression or grammar is not valid, or uses what is not
                 supported; with llguidance's reason.
         """
+        self._compiled(constraint)
+
+    def matcher(self, constraint: StructuredOutputsParams) -> llguidance.LLMatcher:
+        """A matcher at the beginning of its text.
+
+        Raises:
+            ValueError: as `check`.
+        """
+        return self._compiled(constraint).deep_copy()
+
+    def _compiled(self, constraint: StructuredOutputsParams) -> llguidance.LLMatcher:
         text = grammar_text(constraint)
         with self._lock:
-            made = self._kept.get(text)
-            if made is not None:
+            if text in self._kept:
                 self._kept.move_to_end(text)
-                return made.deep_copy()
+                return self._kept[text]
         made = self._compile(text, constraint.kind)
         with self._lock:
             self._kept[text] = made
             if len(self._kept) > MOST_KEPT:
                 self._kept.popitem(last=False)
-        return made.deep_copy()
+        return made
 
     def load(self) -> None:
         """Read the vocabulary, which the first constraint would else wait for."""

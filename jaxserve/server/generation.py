@@ -94,7 +94,11 @@ async def _submit(
         )
         for index, prompt in enumerate(prompts)
     ]
-    entry.begin(await service.llm.submit_all(asks, deadline_s=asked.timeout))
+    try:
+        answers = await service.llm.submit_all(asks, deadline_s=asked.timeout)
+    except ValueError as error:
+        raise asked.blame(error) from error
+    entry.begin(answers)
 
 
 async def _whole(

@@ -38,7 +38,11 @@ class Profiler:
         if self._running:
             raise RequestError("a profile is being taken; stop it first", None, "profiling", 409)
         self._running = True
-        await asyncio.to_thread(profiler.start_trace, self.directory)
+        try:
+            await asyncio.to_thread(profiler.start_trace, self.directory)
+        except BaseException:
+            self._running = False
+            raise
         return json_response({"status": "profiling", "directory": self.directory})
 
     async def stop(self, request: Request) -> Response:

@@ -34,6 +34,14 @@ def test_refusals(client: httpx.Client, path: str, fields: dict[str, Any], words
     assert client.post(COMPLETIONS, json=CANARY).json()["choices"] == before
 
 
+def test_the_field_that_was_sent_is_blamed(client: httpx.Client) -> None:
+    schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "foo"}}}
+    response = client.post(COMPLETIONS, json={"prompt": "hi", "response_format": schema})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "response_format")
+    assert error["message"].startswith("response_format")
+
+
 def test_what_can_be_followed_is(client: httpx.Client) -> None:
     body = {"prompt": "hi", "max_tokens": 8, "temperature": 1, "seed": 3, **GOOD}
     (choice,) = client.post(COMPLETIONS, json=body).json()["choices"]

@@ -63,10 +63,11 @@ constexpr int kScoreRows = 1, kOutGroups = 4;
 struct Visit {
   const Block& block;
   const Block* next;
+  int seen;  // the first keys of the block, up to the last that any of the rows sees
   int head_dim, page_size;
 };
 
-// out [kRows, 64] = q [kRows, head_dim] times the block's keys.
+// out [kRows, 64] = q [kRows, head_dim] times the block's first 16 * kWide keys.
 template <int kRows, int kWide>
 void score(const bf16* q, const Visit& visit, float* out) {
   const int head_dim = visit.head_dim, page_size = visit.page_size;
@@ -102,7 +103,7 @@ void score(const bf16* q, const Visit& visit, float* out) {
 // may be anything.
 template <int kRows, int kWide>
 void gather_values(const bf16* p, const float* decay, const Visit& visit, int column, float* out) {
-  const int head_dim = visit.head_dim, count = visit.block.count;
+  const int head_dim = visit.head_dim, count = visit.seen;
   F16 sums[kRows][kWide];
 #pragma GCC unroll 8
   for (int r = 0; r < kRows; r++)
@@ -215,11 +216,19 @@ void attend_block(const bf16* q, const Visit& visit, const Softmax& softmax, Row
     gather_values<kRows, 1>(weights, decay, visit, column, out);
 }
 
+template <int kRows, int kWide, class... Arguments>
+void attend_groups(int groups, const Arguments&... arguments) {
+  if constexpr (kWide > 0) {
+    if (groups == kWide) return attend_block<kRows, kWide>(arguments...);
+    attend_groups<kRows, kWide - 1>(groups, arguments...);
+  }
+}
+
 template <int kRows, class... Arguments>
-void attend_rows(int rows, const Arguments&... arguments) {
+void attend_rows(int rows, int groups, const Arguments&... arguments) {
   if constexpr (kRows > 0) {
-    if (rows == kRows) return attend_block<kRows, kGroups>(arguments...);
-    attend_rows<kRows - 1>(rows, arguments...);
+    if (rows == kRows) return attend_groups<kRows, kGroups>(groups, arguments...);
+    attend_rows<kRows - 1>(rows, groups, arguments...);
   }
 }
 
@@ -253,12 +262,18 @@ inline void attend(const Query& query, const Pages& pages, const int* table, int
                                       length)
                               : block;
       const int at = (head - query.first_head) * rows;
+      const Block* ahead = more ? &next : nullptr;  // for the first part that sees any of the block
       for (int part = 0; part < parts; part++) {
         const int first = rows * part / parts, count = rows * (part + 1) / parts - first;
-        attend_rows<kScoreRows>(count, query.q + head * query.head_stride + first * head_dim,
-                                Visit{block, part == 0 && more ? &next : nullptr, head_dim,
-                                      pages.page_size},
-                                softmax, states + at + first, out + (at + first) * head_dim);
+        int seen = 0;
+        for (int r = first; r < first + count; r++)
+          seen = std::max(seen, std::min(states[r].last - start, block.count));
+        if (seen <= 0) continue;
+        attend_rows<kScoreRows>(count, (seen + kLanes - 1) / kLanes,
+                                query.q + head * query.head_stride + first * head_dim,
+                                Visit{block, ahead, seen, head_dim, pages.page_size}, softmax,
+                                states + at + first, out + (at + first) * head_dim);
+        ahead = nullptr;
       }
       block = next;
     }

@@ -58,9 +58,12 @@ constexpr int kTileRows = 12;  // 24 accumulators of 32 registers
 constexpr int kTileRows = 2;   // 8 accumulators of 16 registers
 #endif
 constexpr int kBlockSteps = 1024;     // of K at once: 128 KiB of a panel, well within L2
+constexpr int kNearSteps = 64;        // of K at once where memory is waited for: 8 KiB, well within L1
+constexpr int kNearBytes = 4096;      // how far ahead a stream is brought near
 
-// c [rows, 32] = a [rows, steps] times one panel, added to what c holds if `kAdd`.
-template <int kRows, bool kAdd>
+// c [rows, 32] = a [rows, steps] times one panel, added to what c holds if `kAdd`.  With each step
+// `kLines` cache lines from `ahead` on are brought near, unless it is null.
+template <int kRows, bool kAdd, int kLines>
 void tile(const uint8_t* a, long stride, const uint8_t* w, int steps, const uint8_t* ahead,
           float* c) {
   F16 sum[kRows][2];
@@ -71,7 +74,9 @@ void tile(const uint8_t* a, long stride, const uint8_t* w, int steps, const uint
   }
   for (int s = 0; s < steps; s++) {
     const Packed low = load_packed(w + s * kPanelStep), high = load_packed(w + s * kPanelStep + 64);
-    if (ahead) _mm_prefetch((const char*)ahead + s * 64, _MM_HINT_T1);
+    if (ahead)
+      for (int i = 0; i < kLines; i++)
+        _mm_prefetch((const char*)ahead + (s * kLines + i) * 64, _MM_HINT_T0);
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; m++) {
       const Packed x = all_packed(a + m * stride + s * kStepBytes);
@@ -86,12 +91,12 @@ void tile(const uint8_t* a, long stride, const uint8_t* w, int steps, const uint
   }
 }
 
-template <int kRows, bool kAdd>
+template <int kRows, bool kAdd, int kLines>
 void tile_of(int rows, const uint8_t* a, long stride, const uint8_t* w, int steps,
              const uint8_t* ahead, float* c) {
   if constexpr (kRows > 0) {
-    if (rows == kRows) return tile<kRows, kAdd>(a, stride, w, steps, ahead, c);
-    tile_of<kRows - 1, kAdd>(rows, a, stride, w, steps, ahead, c);
+    if (rows == kRows) return tile<kRows, kAdd, kLines>(a, stride, w, steps, ahead, c);
+    tile_of<kRows - 1, kAdd, kLines>(rows, a, stride, w, steps, ahead, c);
   }
 }
 
@@ -205,32 +210,47 @@ struct Steps {
         last(begin + count == all) {}
 };
 
+// In how many parts of at most `kTileRows` rows meet a panel.
+inline int row_parts(const Rows& rows) { return (rows.count + kTileRows - 1) / kTileRows; }
+
+template <bool kAdd>
+void part_product(const Rows& some, const Steps& steps, const uint8_t* w, const uint8_t* ahead,
+                  bool alone, float* sums) {
+  const auto some_tile = alone ? tile_of<kTileRows, kAdd, 2> : tile_of<kTileRows, kAdd, 1>;
+  some_tile(some.count, some.data + steps.begin * kStepBytes, some.stride, w, steps.count, ahead,
+            sums);
+}
+
 // c [M, 32] += the rows times some steps of a panel; the rows in equal parts of at most `kTileRows`.
 // Each part is finished as soon as it is complete: what its results miss in the cache is fetched
-// while the next part is computed.  The bytes at `next` are brought near meanwhile, some by each
-// part.
+// while the next part is computed.  As many bytes as the steps have are brought near from `next` on
+// meanwhile, all by one part or half by each of two.
 template <class Finish>
 void block_product(const Rows& rows, const Steps& steps, const uint8_t* w, const uint8_t* next,
                    float* c, const Finish& finish) {
-  const int parts = (rows.count + kTileRows - 1) / kTileRows;
+  const int parts = row_parts(rows);
   for (int part = 0; part < parts; part++) {
-    const int first = int(long(rows.count) * part / parts);
-    const int last = int(long(rows.count) * (part + 1) / parts);
+    const Rows some = rows.part(part, parts);
     const uint8_t* ahead = next && part < 2 ? next + size_t(part) * steps.count * 64 : nullptr;
-    float* sums = c + first * kPanel;
-    const auto some_tile = steps.first ? tile_of<kTileRows, false> : tile_of<kTileRows, true>;
-    some_tile(last - first, rows.data + first * rows.stride + steps.begin * kStepBytes, rows.stride,
-              w, steps.count, ahead, sums);
-    if (steps.last) finish(first, last, sums);
+    float* sums = c + some.first * kPanel;
+    const auto product = steps.first ? part_product<false> : part_product<true>;
+    product(some, steps, w, ahead, parts == 1, sums);
+    if (steps.last) finish(some.first, some.first + some.count, sums);
   }
 }
 
-// Rows times one panel.
+// Rows times one panel.  Few rows wait for memory: one part of them reads a panel as a stream, two or
+// three take turns at pieces that stay in L1.  Many wait for arithmetic: a panel is brought near
+// while the one before it is used.
 template <class Finish>
 void panel_product(const Rows& rows, const uint8_t* w, int steps, float* c, const Finish& finish) {
-  for (int s = 0; s < steps; s += kBlockSteps) {
-    const uint8_t *block = w + size_t(s) * kPanelStep, *next = block + size_t(steps) * kPanelStep;
-    block_product(rows, Steps(s, kBlockSteps, steps), block, next, c, finish);
+  const int parts = row_parts(rows);
+  const bool turns = parts == 2 || parts == 3;
+  const int most = turns ? kNearSteps : kBlockSteps;
+  const int distance = parts == 1 ? kNearBytes : (turns ? most : steps) * kPanelStep;
+  for (int s = 0; s < steps; s += most) {
+    const uint8_t* block = w + size_t(s) * kPanelStep;
+    block_product(rows, Steps(s, most, steps), block, block + distance, c, finish);
   }
 }
 

@@ -69,7 +69,7 @@ template <class MakeRow>
 Rows prepare(xla::ffi::ThreadPool& pool, int count, const Weights& weights, const MakeRow& row) {
   const int padded = weights.steps * 2;
   bf16* data = scratch<bf16, 2>(size_t(count) * padded);
-  const int parts = count < 32 ? 1 : int(pool.num_threads()) * 4;
+  const int workers = Team::workers(pool), parts = count < 4 ? 1 : count < 32 ? workers : workers * 4;
   Team::instance().each(pool, parts, [&](int part) {
     const int end = int(long(count) * (part + 1) / parts);
     for (int m = int(long(count) * part / parts); m < end; m++)

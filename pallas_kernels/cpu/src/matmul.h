@@ -62,7 +62,8 @@ constexpr int kNearSteps = 64;        // of K at once where memory is waited for
 constexpr int kNearBytes = 4096;      // how far ahead a stream is brought near
 
 // c [rows, 32] = a [rows, steps] times one panel, added to what c holds if `kAdd`.  With each step
-// `kLines` cache lines from `ahead` on are brought near, unless it is null.
+// `kLines` cache lines from `ahead` on are brought near, unless it is null: all of a stream, which is
+// read once and does not have to stay, or half of what is used more than once.
 template <int kRows, bool kAdd, int kLines>
 void tile(const uint8_t* a, long stride, const uint8_t* w, int steps, const uint8_t* ahead,
           float* c) {
@@ -76,7 +77,8 @@ void tile(const uint8_t* a, long stride, const uint8_t* w, int steps, const uint
     const Packed low = load_packed(w + s * kPanelStep), high = load_packed(w + s * kPanelStep + 64);
     if (ahead)
       for (int i = 0; i < kLines; i++)
-        _mm_prefetch((const char*)ahead + (s * kLines + i) * 64, _MM_HINT_T0);
+        _mm_prefetch((const char*)ahead + (s * kLines + i) * 64,
+                     kLines == 2 ? _MM_HINT_NTA : _MM_HINT_T0);
 #pragma GCC unroll 16
     for (int m = 0; m < kRows; m++) {
       const Packed x = all_packed(a + m * stride + s * kStepBytes);

@@ -26,6 +26,13 @@ if TYPE_CHECKING:
 MOST_KEPT = 128
 """Compiled grammars that are kept for requests to come."""
 STANDS_FOR_END = "<|end of text that the model does not have|>"
+_IN_STRING = r"[^\"\\\x00-\x1F\x7F]"
+SLICES = (r"[\x20\x0A\x0D\x09]+", *(_IN_STRING + n for n in ("{1,4}", "{1,8}", "{1,16}", "+")))
+"""Parts of the vocabulary of which llguidance finds out at once whether all of it may follow.
+
+Its own have strings of at most 10 and 30 characters.  Shorter ones save a tenth of the time of a mask
+in strings of bounded length, and cost nothing elsewhere.
+"""
 WHITESPACE = r"(\n[ \t]{0,16}| )?"
 """Between the parts of a JSON value: none, a space, or a new line and its indentation.  A small
 model may else go on with it for ever."""
@@ -102,7 +109,10 @@ class Grammars:
         with self._lock:
             if self._vocabulary is None:
                 self._vocabulary = llguidance.LLTokenizer(
-                    self._vocabulary_text(), n_vocab=self.num_ids, eos_token=self.end_ids
+                    self._vocabulary_text(),
+                    n_vocab=self.num_ids,
+                    eos_token=self.end_ids,
+                    slices=list(SLICES),
                 )
             tokens: llguidance.LLTokenizer = self._vocabulary
             return tokens

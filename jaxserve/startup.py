@@ -37,10 +37,10 @@ from jaxserve.policies import latency_targets, make_scheduler, step_cost
 from jaxserve.progress import Progress
 from jaxserve.runner import Runner
 from jaxserve.served_weights import served_weights
-from jaxserve.shapes import shape_set
+from jaxserve.shapes import ShapeSet, shape_set
 from jaxserve.spec import StepSpec
 from jaxserve.step import MULTI_STEP
-from jaxserve.swap import page_cost_tokens, swap_sizes
+from jaxserve.swap import SwapSizes, page_cost_tokens, swap_sizes
 from jaxserve.tokenizer import Tokenizer
 from jaxserve.weights import CANONICAL, WeightLayout, load_cpu_kernels, weight_layout
 from pallas_kernels import Implementation, KVLayout
@@ -130,46 +130,30 @@ def assemble(
     implementation, layout = choose_attention(config, model, dtype, device, kernels)
     config = sized(config, model, implementation, layout, params, mesh)
     config = replace(config, multi_step=config.multi_step or MULTI_STEP.get(device.platform, 1))
-    assert config.max_model_len is not None
-    assert config.num_kv_blocks is not None
-    assert config.block_size is not None
-    assert config.multi_step is not None
     shapes = shape_set(config, device.platform, any_rows=not weights.is_canonical)
     tuned = attention_sizes(config, model, implementation, layout, device)
     spec = _spec(config, model, implementation, layout, tuned)
     swap = swap_sizes(config, spec)
-    directory = Path(
-        config.compilation_cache_dir or cache_directory(config.cache_dir) / "executables"
-    )
-    store = ExecutableStore(
-        directory, repr((spec, shapes, jax.tree.structure(params))), list(mesh.devices.flat)
-    )
     with phases("executables"):
-        pages = config.num_kv_blocks
-        masked = config.masked_steps
-        if masked == "auto":
-            masked = "whole" if device.platform == "cpu" else "split"
-        runner = Runner(
-            spec, shapes, mesh, params, pages, store, weights, swap, masked_steps=masked
-        )
+        runner = _runner(config, spec, shapes, mesh, params, weights, swap)
     with phases("warm_up"):
         if config.warm_up:
             runner.warm_up()
             trim()
-    end_ids = frozenset(model.eos_token_ids) | frozenset(tokenizer.eos_token_ids)
     cost = step_cost(config, shapes)
+    scheduler = make_scheduler(
+        config,
+        shapes,
+        clock=time.monotonic,
+        cost=cost,
+        num_host_pages=swap.num_pages,
+        page_cost_tokens=page_cost_tokens(spec, device.platform),
+    )
     engine = Engine(
         runner,
-        make_scheduler(
-            config,
-            shapes,
-            clock=time.monotonic,
-            cost=cost,
-            num_host_pages=swap.num_pages,
-            page_cost_tokens=page_cost_tokens(spec, device.platform),
-        ),
+        scheduler,
         tokenizer,
-        end_ids=end_ids,
+        end_ids=frozenset(model.eos_token_ids) | frozenset(tokenizer.eos_token_ids),
         seed=config.seed,
         asynchronous=config.async_scheduling,
         step_cost=cost,
@@ -177,6 +161,36 @@ def assemble(
     )
     log.info("shapes: %s", ", ".join(map(str, shapes.all())))
     return engine, config
+
+
+def _runner(
+    config: EngineConfig,
+    spec: StepSpec,
+    shapes: ShapeSet,
+    mesh: Mesh,
+    params: Params,
+    weights: WeightLayout,
+    swap: SwapSizes,
+) -> Runner:
+    """A runner whose executables are loaded, or being compiled."""
+    assert config.num_kv_blocks is not None
+    directory = config.compilation_cache_dir or cache_directory(config.cache_dir) / "executables"
+    made_of = repr((spec, shapes, jax.tree.structure(params)))
+    store = ExecutableStore(Path(directory), made_of, list(mesh.devices.flat))
+    masked = config.masked_steps
+    if masked == "auto":
+        masked = "whole" if mesh.devices.flat[0].platform == "cpu" else "split"
+    return Runner(
+        spec,
+        shapes,
+        mesh,
+        params,
+        config.num_kv_blocks,
+        store,
+        weights,
+        swap,
+        masked_steps=masked,
+    )
 
 
 def _spec(

@@ -1,32 +1,27 @@
 """The same scheduler in virtual time: arrivals and a model of step times in, figures out.
 
 Knows the engine's loop: schedule, run, update, with one step in flight.  A device that takes the
-time of a cost model stands in for the real one, and its tokens are made up.
+time of a cost model stands in for the real one.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from math import inf
-from typing import Any, Literal
 
-from scheduler.plan import ScheduledTokens, StepPlan
-from scheduler.residents import SchedulerStats
+from scheduler.plan import StepPlan
 from scheduler.scheduler import Scheduler
 from scheduler.sequence import Sequence
+from scheduler.simulated_device import STOP, Device, Flight
+from scheduler.simulation import KVUse, Phase, SimulatedRequest, SimulatedStep, Simulation
 from scheduler.step_time import Buckets, StepCost, StepWork
-from scheduler.summary import Bounds, over, summarise
+from scheduler.summary import Bounds
 from scheduler.trace import Arrival, Arrivals, Listed
 
-_TOKEN, _STOP = 0, 1
-"""What the device samples: a token that ends nothing, and one that does."""
 _PROMPT = 2
 """The first token id of prompts that the trace does not spell out."""
-
-Phase = Literal["prefill", "decode"]
 
 
 class VirtualClock:
@@ -42,153 +37,6 @@ class VirtualClock:
     def advance_to(self, time_s: float) -> None:
         """Move on, never back."""
         self.now_s = max(self.now_s, time_s)
-
-
-@dataclass(eq=False, slots=True)
-class SimulatedRequest:
-    """What became of one arrival; times in seconds of virtual time."""
-
-    arrival: Arrival
-    seq: Sequence
-    start_s: float | None = None
-    """When the step in which it first had a slot was scheduled."""
-    token_times_s: list[float] = field(default_factory=list)
-    """When the host knew each output token; those of one dispatch at the same time."""
-
-    @property
-    def finish_s(self) -> float | None:
-        """When its last token was known; None if it is still running."""
-        return self.token_times_s[-1] if self.seq.finish_reason is not None else None
-
-    @property
-    def queue_s(self) -> float | None:
-        """From arrival to the first slot."""
-        return None if self.start_s is None else self.start_s - self.arrival.time_s
-
-    @property
-    def ttft_s(self) -> float | None:
-        """From arrival to the first token."""
-        return self.token_times_s[0] - self.arrival.time_s if self.token_times_s else None
-
-    @property
-    def e2e_s(self) -> float | None:
-        """From arrival to the last token."""
-        return None if self.finish_s is None else self.finish_s - self.arrival.time_s
-
-    @property
-    def itl_s(self) -> list[float]:
-        """Gaps between successive tokens."""
-        times = self.token_times_s
-        return [after - before for before, after in pairwise(times)]
-
-    @property
-    def tpot_s(self) -> float | None:
-        """Mean gap; None with one token."""
-        num_gaps = len(self.token_times_s) - 1
-        return (self.token_times_s[-1] - self.token_times_s[0]) / num_gaps if num_gaps > 0 else None
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedStep:
-    """One dispatch: the plan's work, when it ran, and what the scheduler held just then."""
-
-    start_s: float
-    seconds: float
-    work: StepWork
-    """With the iterations that ran."""
-    padded_tokens: int
-    """Rows that the model computed, those without a token among them."""
-    tokens: int
-    """Rows with a token."""
-    waiting: int
-    free_pages: int
-    held_pages: int
-    preempted: tuple[str, ...]
-    """Sequences that lost their slots to it."""
-    slots: tuple[tuple[int, str, Phase], ...]
-    """Who held which slot, the slots in order; empty if that was not to be recorded."""
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain data, for a line of JSON."""
-        return {
-            "start_s": self.start_s,
-            "seconds": self.seconds,
-            "rows": self.work.rows,
-            "chunk_tokens": self.work.chunk_tokens,
-            "kv_tokens": self.work.kv_tokens,
-            "num_steps": self.work.num_steps,
-            "padded_tokens": self.padded_tokens,
-            "tokens": self.tokens,
-            "waiting": self.waiting,
-            "free_pages": self.free_pages,
-            "held_pages": self.held_pages,
-            "preempted": list(self.preempted),
-            "slots": [list(slot) for slot in self.slots],
-        }
-
-
-@dataclass(slots=True)
-class KVUse:
-    """Sums over the iterations of all steps, for the sequences that have a slot."""
-
-    seqs: int = 0
-    used_tokens: int = 0
-    """Tokens whose keys and values are there."""
-    table_tokens: int = 0
-    """Positions of the pages in their block tables; a shared page counts for each holder."""
-    reserved_tokens: int = 0
-    """Positions they would hold if each had `max_model_len` of its own."""
-    held_pages: int = 0
-    """Pages with an owner; a shared page counts once."""
-
-    def waste(self) -> dict[str, float | None]:
-        """Which share of what sequences hold is not in use.
-
-        `kv_waste_if_reserved` is that share for a server that reserves `max_model_len` for each.
-        """
-        return {
-            "kv_waste": over(self.table_tokens - self.used_tokens, self.table_tokens),
-            "kv_waste_tokens_per_seq": over(self.table_tokens - self.used_tokens, self.seqs),
-            "kv_waste_if_reserved": over(
-                self.reserved_tokens - self.used_tokens, self.reserved_tokens
-            ),
-        }
-
-    def count(self, scheduler: Scheduler, num_steps: int) -> None:
-        """Count the state that a plan of so many iterations leaves."""
-        page_size = scheduler.pool.page_size
-        for seq in scheduler.running:
-            self.used_tokens += num_steps * seq.num_computed
-            self.table_tokens += num_steps * len(seq.block_table) * page_size
-        self.seqs += num_steps * scheduler.num_running
-        self.reserved_tokens += num_steps * scheduler.num_running * scheduler.config.max_model_len
-        self.held_pages += num_steps * scheduler.pool.num_held
-
-
-@dataclass(frozen=True, slots=True)
-class Simulation:
-    """All that happened."""
-
-    requests: tuple[SimulatedRequest, ...]
-    """In order of arrival."""
-    steps: tuple[SimulatedStep, ...]
-    """In order of dispatch."""
-    wall_s: float
-    """From second 0 to the last token."""
-    num_slots: int
-    num_pages: int
-    """Of the pool, without the null page."""
-    kv: KVUse
-    stats: SchedulerStats
-    bounds: Bounds
-
-    def summary(self) -> dict[str, Any]:
-        """The figures of `jaxserve bench throughput`, and those that only a simulator has."""
-        return summarise(self)
-
-    def step_lines(self) -> Iterator[dict[str, Any]]:
-        """The per-step trace as plain data."""
-        return (step.to_dict() for step in self.steps)
 
 
 def simulate(
@@ -230,7 +78,7 @@ def simulate(
     return _Simulator(
         scheduler,
         source,  # type: ignore[arg-type]
-        _Device(cost, scheduler.config.multi_step, buckets or Buckets()),
+        Device(cost, scheduler.config.multi_step, buckets or Buckets()),
         clock or VirtualClock(),
         depth=1 if asynchronous else 0,
         host_s=host_s,
@@ -244,73 +92,6 @@ def _is_source(arrivals: Arrivals | Iterable[Arrival]) -> bool:
     return hasattr(arrivals, "due")
 
 
-@dataclass(slots=True)
-class _Flight:
-    """A plan on the device: what it will have sampled, and when it will be done."""
-
-    plan: StepPlan
-    work: StepWork
-    tokens: list[list[int]]
-    start_s: float
-    seconds: float
-
-    @property
-    def done_s(self) -> float:
-        return self.start_s + self.seconds
-
-
-class _Device:
-    """Runs plans in order, each for the time that the cost model says."""
-
-    def __init__(self, cost: StepCost, multi_step: int, buckets: Buckets) -> None:
-        self._cost = cost
-        self._multi_step = multi_step
-        self._buckets = buckets
-        self._free_s = 0.0
-        self._num_sampled: dict[Sequence, int] = {}
-
-    def run(self, plan: StepPlan, now_s: float, ends: dict[Sequence, int]) -> _Flight:
-        """Start a plan as soon as the one before is done.
-
-        Args:
-            plan: to run.
-            now_s: when the host has it ready.
-            ends: the number of output tokens after which a token ends each sequence.
-        """
-        tokens = [self._sample(entry, ends) for entry in plan.entries]
-        start_s = max(now_s, self._free_s)
-        work = self._work(plan, tokens)
-        seconds = self._cost.seconds(work)
-        self._free_s = start_s + seconds
-        return _Flight(plan, work, tokens, start_s, seconds)
-
-    def padded_tokens(self, work: StepWork) -> int:
-        """Rows that it computes in all iterations."""
-        return work.num_steps * sum(self._buckets.pad(work))
-
-    def _work(self, plan: StepPlan, tokens: list[list[int]]) -> StepWork:
-        """The plan's work, with the iterations that run.
-
-        A device that repeats the decode step by itself stops with its last row.
-        """
-        work = StepWork.of(plan)
-        if self._multi_step == 1 or plan.num_chunk_tokens > 0:
-            return work
-        return replace(work, num_steps=max(map(len, tokens)))
-
-    def _sample(self, entry: ScheduledTokens, ends: dict[Sequence, int]) -> list[int]:
-        """The tokens of an entry: none after the one that ended its sequence."""
-        seq = entry.seq
-        before = self._num_sampled.get(seq, 0)
-        # A sequence that was preempted computes its tokens anew but samples only the next one.
-        count = max(min(entry.num_samples, ends[seq] - before), 0)
-        self._num_sampled[seq] = before + count
-        tokens = [_TOKEN] * count
-        if 0 < count == ends[seq] - before and ends[seq] < seq.max_tokens:
-            tokens[-1] = _STOP
-        return tokens
-
-
 class _Simulator:
     """The loop of one simulation."""
 
@@ -318,7 +99,7 @@ class _Simulator:
         self,
         scheduler: Scheduler,
         source: Arrivals,
-        device: _Device,
+        device: Device,
         clock: VirtualClock,
         *,
         depth: int,
@@ -336,7 +117,7 @@ class _Simulator:
         self._bounds = bounds
         self._record_slots = record_slots
         self._observe = observe
-        self._flights: deque[_Flight] = deque()
+        self._flights: deque[Flight] = deque()
         self._requests: dict[Sequence, SimulatedRequest] = {}
         self._ends: dict[Sequence, int] = {}
         self._steps: list[SimulatedStep] = []
@@ -390,7 +171,7 @@ class _Simulator:
             seq_id=f"request-{len(self._requests) + 1}/0",
             token_ids=list(token_ids),
             max_tokens=arrival.max_tokens or arrival.num_output,
-            stop_ids=frozenset((_STOP,)) if may_stop else frozenset(),
+            stop_ids=frozenset((STOP,)) if may_stop else frozenset(),
             priority=arrival.priority,
             key=arrival.key,
         )
@@ -413,7 +194,7 @@ class _Simulator:
         self._flights.append(flight)
         self._record(flight)
 
-    def _record(self, flight: _Flight) -> None:
+    def _record(self, flight: Flight) -> None:
         plan, work, scheduler = flight.plan, flight.work, self._scheduler
         self._kv.count(scheduler, work.num_steps)
         decoded = zip(plan.entries, flight.tokens, strict=True)

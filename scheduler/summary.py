@@ -12,7 +12,7 @@ from math import floor
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from scheduler.simulator import KVUse, Simulation
+    from scheduler.simulation import KVUse, Simulation
 
 PERCENTILES = (50, 90, 99)
 

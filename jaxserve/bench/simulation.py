@@ -15,7 +15,8 @@ from jaxserve.bench.throughput import read_workload
 from jaxserve.config import EngineConfig, load_profile
 from jaxserve.shapes import ShapeSet, shape_set
 from scheduler import Scheduler
-from scheduler.simulator import Simulation, VirtualClock, simulate
+from scheduler.simulation import Simulation
+from scheduler.simulator import VirtualClock, simulate
 from scheduler.step_time import (
     Buckets,
     ChipSpec,

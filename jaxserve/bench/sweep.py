@@ -18,7 +18,7 @@ from jaxserve.config import EngineConfig
 from jaxserve.drive import take_finished
 from jaxserve.outputs import RequestMetrics, RequestOutput
 from jaxserve.sampling_params import SamplingParams
-from scheduler.simulator import KVUse
+from scheduler.simulation import KVUse
 from scheduler.summary import Bounds, cost_per_million_tokens, goodput, spread
 from scheduler.trace import Arrival
 

@@ -11,7 +11,8 @@ import pytest
 
 from jaxserve.engine import Engine
 from scheduler import AdmissionPolicy, BlockPool, Continuous, Scheduler, Static, StepPlan
-from scheduler.simulator import Simulation, simulate
+from scheduler.simulation import Simulation
+from scheduler.simulator import simulate
 from scheduler.step_time import Buckets, StepWork
 from scheduler.trace import Arrival
 from tests.engine.mini import Mini, greedy, prompts

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 from scheduler import AdmissionPolicy, BlockPool, Continuous, Dynamic, Scheduler, Static
-from scheduler.simulator import Simulation, VirtualClock, simulate
+from scheduler.simulation import Simulation
+from scheduler.simulator import VirtualClock, simulate
 from scheduler.step_time import Buckets, StepWork
 from scheduler.summary import Bounds, cost_per_million_tokens, percentile
 from scheduler.trace import (

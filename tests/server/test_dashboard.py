@@ -12,7 +12,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from jaxserve.observer import StepRecord
-from jaxserve.server.metrics import PREFIX, EngineState, Metrics
+from jaxserve.server.engine_state import PREFIX, EngineState
+from jaxserve.server.metrics import Metrics
 
 DASHBOARD: dict[str, Any] = json.loads(
     (Path(__file__).parents[2] / "docs" / "grafana" / "jaxserve.json").read_text(encoding="utf-8")

@@ -18,7 +18,8 @@ from jaxserve.engine import Engine
 from jaxserve.observer import StepRecord
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.server.metrics import PREFIX, EngineState, Metrics
+from jaxserve.server.engine_state import PREFIX, EngineState
+from jaxserve.server.metrics import Metrics
 from tests.engine.mini import Mini, drain, greedy, prompts
 from tests.server.process import ServerProcess
 

@@ -22,7 +22,8 @@ from starlette.routing import Route
 
 from jaxserve.observer import StepRecord
 from jaxserve.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from jaxserve.server.metrics import EngineState, Metrics
+from jaxserve.server.engine_state import EngineState
+from jaxserve.server.metrics import Metrics
 
 PAGE = files("jaxserve.server").joinpath("static", "index.html").read_text(encoding="utf-8")
 VOID = {"meta", "link", "input", "br", "hr", "img"}

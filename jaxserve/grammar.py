@@ -30,7 +30,7 @@ _IN_STRING = r"[^\"\\\x00-\x1F\x7F]"
 SLICES = (r"[\x20\x0A\x0D\x09]+", *(_IN_STRING + n for n in ("{1,4}", "{1,8}", "{1,16}", "+")))
 """Parts of the vocabulary of which llguidance finds out at once whether all of it may follow.
 
-Its own have strings of at most 10 and 30 characters.  Shorter ones save a tenth of the time of a mask
+Its own have strings of at most 10 and 30 characters.  Shorter ones save a tenth of a mask's time
 in strings of bounded length, and cost nothing elsewhere.
 """
 WHITESPACE = r"(\n[ \t]{0,16}| )?"

@@ -58,7 +58,7 @@ constexpr int kTileRows = 12;  // 24 accumulators of 32 registers
 constexpr int kTileRows = 2;   // 8 accumulators of 16 registers
 #endif
 constexpr int kBlockSteps = 1024;     // of K at once: 128 KiB of a panel, well within L2
-constexpr int kNearSteps = 64;        // of K at once where memory is waited for: 8 KiB, well within L1
+constexpr int kNearSteps = 96;        // of K at once where memory is waited for: 12 KiB, well within L1
 constexpr int kNearBytes = 4096;      // how far ahead a stream is brought near
 
 // c [rows, 32] = a [rows, steps] times one panel, added to what c holds if `kAdd`.  With each step

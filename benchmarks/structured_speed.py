@@ -99,20 +99,28 @@ class Ask:
             raise ValueError(f"{text!r} does not match {self.regex!r}")
 
 
-def asks(count: int) -> list[Ask]:
-    """Structured requests of four kinds in turn."""
-    return [_ask(number) for number in range(count)]
+REGEX_KIND = len(SCHEMAS)
+KINDS = {
+    "all": tuple(range(REGEX_KIND + 1)),
+    "schemas": tuple(range(REGEX_KIND)),
+    "regex": (REGEX_KIND,),
+}
+"""Kinds of requests that can be measured together: the schemas by their index, and the expression."""
 
 
-def _ask(number: int) -> Ask:
-    kind = number % (len(SCHEMAS) + 1)
+def asks(count: int, kinds: Sequence[int] = KINDS["all"]) -> list[Ask]:
+    """Structured requests of some kinds in turn."""
+    return [_ask(number, kinds[number % len(kinds)]) for number in range(count)]
+
+
+def _ask(number: int, kind: int) -> Ask:
     body = {
         "prompt": f"Example {number}: a record about something well known.\n",
         "max_tokens": MAX_TOKENS,
         "temperature": 0.8,
         "seed": number,
     }
-    if kind == len(SCHEMAS):
+    if kind == REGEX_KIND:
         return Ask({**body, "structured_outputs": {"regex": REGEX}}, regex=REGEX)
     schema = SCHEMAS[kind]
     return Ask({**body, "structured_outputs": {"json": schema}}, schema=schema)
@@ -143,9 +151,10 @@ async def together(client: httpx.AsyncClient, wanted: Sequence[Ask]) -> tuple[li
     return done, sum(answer.num_tokens for answer in done) / (time.perf_counter() - start)
 
 
-async def measure(client: httpx.AsyncClient, count: int, rounds: int) -> dict[str, Any]:
+async def measure(
+    client: httpx.AsyncClient, structured: Sequence[Ask], rounds: int
+) -> dict[str, Any]:
     """The three parts, as figures."""
-    structured = asks(count)
     problems = []
     done, _ = await together(client, structured)
     for ask, answer in zip(structured, done, strict=True):
@@ -171,7 +180,7 @@ async def measure(client: httpx.AsyncClient, count: int, rounds: int) -> dict[st
     problems += await neighbours(client, equal)
     ratios = [s / p for s, p in zip(rates["structured"], rates["plain"], strict=True)]
     return {
-        "requests": count,
+        "requests": len(structured),
         "tokens": sum(answer.num_tokens for answer in done),
         "tokens_per_s": rates,
         "ratios": ratios,
@@ -197,7 +206,7 @@ async def ask_server(url: str, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one server."""
     limits = httpx.Limits(max_connections=options.requests)
     async with httpx.AsyncClient(base_url=url, limits=limits, timeout=600) as client:
-        return await measure(client, options.requests, options.rounds)
+        return await measure(client, asks(options.requests, KINDS[options.kinds]), options.rounds)
 
 
 def main() -> int:
@@ -206,6 +215,7 @@ def main() -> int:
     parser.add_argument("--model", help="the demo model if absent")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--kinds", choices=KINDS, default="all", help="of the requests")
     parser.add_argument("--json", type=Path, help="file for the figures")
     options = parser.parse_args()
     with serve("--max-num-seqs", f"{options.requests}", model=options.model) as served:

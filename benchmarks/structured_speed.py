@@ -105,7 +105,7 @@ KINDS = {
     "schemas": tuple(range(REGEX_KIND)),
     "regex": (REGEX_KIND,),
 }
-"""Kinds of requests that can be measured together: the schemas by their index, and the expression."""
+"""Kinds of requests that can be measured together: schemas by their index, and the expression."""
 
 
 def asks(count: int, kinds: Sequence[int] = KINDS["all"]) -> list[Ask]:

@@ -1,6 +1,5 @@
 """`jaxserve chat`: the history it keeps, and Ctrl-C."""
 
-import os
 import signal
 
 import pytest
@@ -48,7 +47,7 @@ def test_a_message_that_does_not_fit_is_reported_and_forgotten(jaxserve_cli):
 def test_ctrl_c_stops_the_answer_and_not_the_program(llm, capsys):
     conversation = Conversation(llm, SamplingParams(max_tokens=50), None)
     llm.engine.on_step = lambda: (
-        os.kill(os.getpid(), signal.SIGINT) if llm.engine.num_steps == 3 else None
+        signal.raise_signal(signal.SIGINT) if llm.engine.num_steps == 3 else None
     )
     conversation.say("hi")
     said = answer(chat_ids(("user", "hi")), 3)
@@ -63,8 +62,9 @@ def test_a_second_ctrl_c_ends_the_program(llm):
     conversation = Conversation(llm, SamplingParams(max_tokens=50), None)
 
     def interrupt_twice():
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        # To this thread, so that the first is handled before the second comes.
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
     llm.engine.on_step = interrupt_twice
     with pytest.raises(KeyboardInterrupt):

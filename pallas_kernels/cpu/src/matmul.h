@@ -58,12 +58,12 @@ constexpr int kTileRows = 12;  // 24 accumulators of 32 registers
 constexpr int kTileRows = 2;   // 8 accumulators of 16 registers
 #endif
 constexpr int kBlockSteps = 1024;     // of K at once: 128 KiB of a panel, well within L2
-constexpr int kNearSteps = 96;        // of K at once where memory is waited for: 12 KiB, well within L1
+constexpr int kNearSteps = 96;        // of K at once where memory is waited for: 12 KiB, within L1
 constexpr int kNearBytes = 4096;      // how far ahead a stream is brought near
 
 // c [rows, 32] = a [rows, steps] times one panel, added to what c holds if `kAdd`.  With each step
-// `kLines` cache lines from `ahead` on are brought near, unless it is null: all of a stream, which is
-// read once and does not have to stay, or half of what is used more than once.
+// `kLines` cache lines from `ahead` on are brought near, unless it is null: all of a stream, which
+// is read once and does not have to stay, or half of what is used more than once.
 template <int kRows, bool kAdd, int kLines>
 void tile(const uint8_t* a, long stride, const uint8_t* w, int steps, const uint8_t* ahead,
           float* c) {
@@ -241,8 +241,8 @@ void block_product(const Rows& rows, const Steps& steps, const uint8_t* w, const
   }
 }
 
-// Rows times one panel.  Few rows wait for memory: one part of them reads a panel as a stream, two or
-// three take turns at pieces that stay in L1.  Many wait for arithmetic: a panel is brought near
+// Rows times one panel.  Few rows wait for memory: one part of them reads a panel as a stream, two
+// or three take turns at pieces that stay in L1.  Many wait for arithmetic: a panel is brought near
 // while the one before it is used.
 template <class Finish>
 void panel_product(const Rows& rows, const uint8_t* w, int steps, float* c, const Finish& finish) {

@@ -135,6 +135,7 @@ class _Run:
                     prompt=prompt.text,
                     priority=parsed.request.priority or 0,
                     key=parsed.request.user or "",
+                    whole=True,
                 )
                 active.request_ids.append(request_id)
         except Exception as error:  # a chat template may raise anything

@@ -1,6 +1,6 @@
 """Step an engine and hand over the requests that finish.
 
-Knows `Engine.step/output/take`.  Does not know where requests come from or where answers go.
+Knows `Engine.step/is_finished/take`.  Does not know where requests come from or where answers go.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def take_finished(engine: Engine, deltas: Iterable[Delta]) -> Iterator[RequestOu
     """
     ended = dict.fromkeys(d.request_id for d in deltas if d.finish_reason is not None)
     for request_id in ended:
-        if engine.output(request_id).finished:
+        if engine.is_finished(request_id):
             yield engine.take(request_id)
 
 

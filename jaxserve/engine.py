@@ -129,6 +129,7 @@ class Engine:
         prompt: str | None = None,
         priority: int = 0,
         key: str = "",
+        whole: bool = False,
     ) -> str:
         """Queue a request and return its id.
 
@@ -139,6 +140,8 @@ class Engine:
             prompt: the text, to be given back with the output.
             priority: lower first, under the policy "priority".
             key: whose it is, such as a user or tenant, for the fair share.
+            whole: nobody looks at it before its end: of its samples, steps report the end only,
+                and most of their text is made when it is asked for.
 
         Raises:
             ValueError: the prompt or a parameter is out of range, the request can never fit, or
@@ -159,6 +162,7 @@ class Engine:
             seed=params.seed if params.seed is not None else self._random.getrandbits(64),
             end_ids=end_ids,
             metrics=RequestMetrics(arrival_time=time.monotonic()),
+            whole=whole,
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(ids),
         )
         for index in range(params.n):
@@ -341,7 +345,8 @@ class Engine:
                 self.tokenizer, request.prompt_token_ids, params.skip_special_tokens
             )
         stops = StopStrings(params.stop_strings, params.include_stop_str_in_output)
-        sample = Sample(request, index, seq, detokenizer, stops)
+        is_late = request.whole and not params.stop_strings
+        sample = Sample(request, index, seq, detokenizer, stops, is_late=is_late)
         request.samples.append(sample)
         self._samples[seq] = sample
 

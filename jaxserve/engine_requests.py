@@ -84,6 +84,7 @@ class EngineRequests:
                     prompt=ask.prompt,
                     priority=ask.priority,
                     key=ask.key,
+                    whole=ask.whole,
                 )
                 submitted.append(request_id)
                 if ask.whole:

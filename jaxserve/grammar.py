@@ -26,13 +26,32 @@ if TYPE_CHECKING:
 MOST_KEPT = 128
 """Compiled grammars that are kept for requests to come."""
 STANDS_FOR_END = "<|end of text that the model does not have|>"
+Slices = tuple[str, ...]
 _IN_STRING = r"[^\"\\\x00-\x1F\x7F]"
-SLICES = (r"[\x20\x0A\x0D\x09]+", *(_IN_STRING + n for n in ("{1,4}", "{1,8}", "{1,16}", "+")))
+JSON_SLICES = (
+    r"[\x20\x0A\x0D\x09]+",
+    *(f"{_IN_STRING}{{1,{longest}}}" for longest in (2, 4, 6, 8, 11, 16)),
+    f"{_IN_STRING}+",
+)
 """Parts of the vocabulary of which llguidance finds out at once whether all of it may follow.
 
-Its own have strings of at most 10 and 30 characters.  Shorter ones save a tenth of a mask's time
+Its own have strings of at most 10 and 30 characters.  Shorter ones save a seventh of a mask's time
 in strings of bounded length, and cost nothing elsewhere.
 """
+WORD_SLICES = (
+    *(f"[a-z][a-z]{{0,{longest - 1}}}" for longest in (3, 6, 9)),
+    *(f" [a-z][a-z]{{0,{longest - 1}}}" for longest in (4, 9)),
+    "[A-Za-z ]{1,16}",
+)
+"""The same for expressions: words, beginnings of words, and words after a space.
+
+An expression has no strings of "anything" in which those of JSON could help.  Letters are written
+apart from their repetition because llguidance looks for a slice within a part of a sequence only
+in that form.  Measured on eight expressions of words, names, addresses and sentences: masks take
+0.3 to 1.2 of the time, 0.7 where words are counted.
+"""
+_OF_WORDS = frozenset({"regex", "choice"})
+"""Kinds of constraints that are expressions; a grammar may have JSON in it."""
 WHITESPACE = r"(\n[ \t]{0,16}| )?"
 """Between the parts of a JSON value: none, a space, or a new line and its indentation.  A small
 model may else go on with it for ever."""
@@ -56,7 +75,7 @@ class Grammars:
         self.num_ids = max(vocab_size, self.end_ids[-1] + 1)
         """Ids of a mask."""
         self._lock = threading.Lock()
-        self._vocabulary: Any = None
+        self._vocabularies: dict[Slices, llguidance.LLTokenizer] = {}
         self._kept: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
 
     def check(self, constraint: StructuredOutputsParams) -> None:
@@ -82,7 +101,7 @@ class Grammars:
             if text in self._kept:
                 self._kept.move_to_end(text)
                 return self._kept[text]
-        made = self._compile(text, constraint.kind)
+        made = self._compile(text, constraint)
         with self._lock:
             self._kept[text] = made
             if len(self._kept) > MOST_KEPT:
@@ -91,31 +110,34 @@ class Grammars:
 
     def load(self) -> None:
         """Read the vocabulary, which the first constraint would else wait for."""
-        self._tokens()
+        self._tokens(JSON_SLICES)
 
-    def _compile(self, text: str, kind: str) -> llguidance.LLMatcher:
+    def _compile(self, text: str, constraint: StructuredOutputsParams) -> llguidance.LLMatcher:
         import llguidance
 
-        matcher = llguidance.LLMatcher(self._tokens(), text, log_level=0)
+        slices = WORD_SLICES if constraint.kind in _OF_WORDS else JSON_SLICES
+        matcher = llguidance.LLMatcher(self._tokens(slices), text, log_level=0)
         tried = _tried(matcher)
         if tried.is_error():
             reason = first_line(tried.get_error())
-            raise ValueError(f"structured_outputs.{kind} cannot be followed: {reason}")
+            raise ValueError(f"structured_outputs.{constraint.kind} cannot be followed: {reason}")
         return matcher
 
-    def _tokens(self) -> llguidance.LLTokenizer:
+    def _tokens(self, slices: Slices) -> llguidance.LLTokenizer:
         import llguidance
 
         with self._lock:
-            if self._vocabulary is None:
-                self._vocabulary = llguidance.LLTokenizer(
+            known = self._vocabularies
+            if slices not in known and known:
+                known[slices] = next(iter(known.values())).with_slices(list(slices))
+            elif slices not in known:
+                known[slices] = llguidance.LLTokenizer(
                     self._vocabulary_text(),
                     n_vocab=self.num_ids,
                     eos_token=self.end_ids,
-                    slices=list(SLICES),
+                    slices=list(slices),
                 )
-            tokens: llguidance.LLTokenizer = self._vocabulary
-            return tokens
+            return known[slices]
 
     def _vocabulary_text(self) -> str:
         """The tokenizer's JSON.

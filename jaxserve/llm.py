@@ -200,7 +200,11 @@ class LLM:
         ids: list[str] = []
         try:
             for (text, tokens), chosen, rank, key in asked:
-                ids.append(self.engine.submit(tokens, chosen, prompt=text, priority=rank, key=key))
+                ids.append(
+                    self.engine.submit(
+                        tokens, chosen, prompt=text, priority=rank, key=key, whole=True
+                    )
+                )
             self._drain(ids, use_tqdm)
         except BaseException:
             self._abandon(ids)

@@ -41,13 +41,13 @@ class Observer:
     def on_step(self, record: StepRecord) -> None:
         """A dispatch's results were read."""
 
-    def on_tokens(self, ttft: float | None, gaps: Sequence[float]) -> None:
-        """A sample received tokens.
+    def on_tokens(self, ttfts: Sequence[float], gaps: Sequence[float]) -> None:
+        """Samples received the tokens of a dispatch.
 
         Args:
-            ttft: from submit to now, if these are the first of its request.
+            ttfts: from submit to now, of each request whose first tokens are among them.
             gaps: seconds between these tokens and the ones before each, as far as there are any;
-                tokens of one dispatch come at once, so all but the first gap are zero.
+                tokens of one dispatch come at once, so all but a sample's first gap are zero.
         """
 
     def on_end(self, output: RequestOutput) -> None:

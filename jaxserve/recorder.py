@@ -22,6 +22,9 @@ from scheduler.summary import Bounds
 
 BROKEN_CONSTRAINT = "the constraint cannot be followed any more"
 NOT_FINITE = "the model's logits were not finite (NaN or infinity); this request was ended"
+LATE_TOKENS = 64
+"""After how many tokens text is made that nobody reads yet: often enough that the host is not kept
+long by the end of an answer."""
 _GOOD = (FinishReason.STOP, FinishReason.LENGTH)
 """Reasons of an end that a latency bound can be met with."""
 
@@ -75,11 +78,20 @@ class Recorder:
     def record_tokens(self, landed: Landed, tokens: Seq[Seq[int]], update: Update) -> list[Delta]:
         """Give the samples what the scheduler has accepted, and end those it has ended."""
         now = time.monotonic()
-        deltas = []
+        deltas: list[Delta] = []
+        ttfts: list[float] = []
+        gaps: list[float] = []
         for row, count in update.accepted:
             sample = self.samples[landed.flight.plan.entries[row].seq]
-            taken = tokens[row][:count]
-            deltas.append(self._take_tokens(sample, landed.report, row, taken, now))
+            text, taken = self._take_tokens(sample, landed.report, row, tokens[row][:count])
+            sample.request.stamp_tokens(sample, len(taken), now, ttfts, gaps)
+            if sample.seq.finish_reason is not None:
+                text += self._close(sample, sample.seq.finish_reason)
+            if sample.finish_reason is not None or not sample.request.whole:
+                deltas.append(delta(sample, text, tuple(taken)))
+            elif text:
+                sample.text.append(text)
+        self.observer.on_tokens(ttfts, gaps)
         for seq in update.finished:
             left = self.samples.get(seq)
             if left is not None:  # not ended with its last token above
@@ -107,27 +119,37 @@ class Recorder:
         return delta(sample, self._close(sample, reason), ())
 
     def _take_tokens(
-        self, sample: Sample, report: StepOutput, row: int, tokens: Seq[int], now: float
-    ) -> Delta:
-        """Give a sample the tokens of a dispatch, up to one that completes a stop string."""
-        seq, params = sample.seq, sample.request.params
-        text, num_taken = "", 0
-        for step, token in enumerate(tokens):
-            if params.logprobs is not None:
-                entry = logprob_entry(report, (step, row), params.logprobs, self._tokenizer)
+        self, sample: Sample, report: StepOutput, row: int, tokens: Seq[int]
+    ) -> tuple[str, Seq[int]]:
+        """Give a sample the tokens of a dispatch, up to one that completes a stop string.
+
+        Returns:
+            The text that is now certain, and the tokens that were taken.
+        """
+        text, count = self._take_text(sample, tokens)
+        num_top = sample.request.params.logprobs
+        if num_top is not None:
+            for step, token in enumerate(tokens[:count]):
+                entry = logprob_entry(report, (step, row), num_top, self._tokenizer)
                 sample.logprobs.append(entry)
                 sample.cumulative_logprob += entry[token].logprob
-            num_taken += 1
-            is_last = num_taken == len(tokens)
+        self._meter.output_tokens += count
+        return text, tokens[:count]
+
+    def _take_text(self, sample: Sample, tokens: Seq[int]) -> tuple[str, int]:
+        """The text of tokens, and how many of them there are before it ends."""
+        seq, text = sample.seq, ""
+        if sample.is_late:
+            if seq.num_output - sample.num_tokens >= LATE_TOKENS:
+                text = sample.catch_up()
+            return text, len(tokens)
+        for count, token in enumerate(tokens, start=1):
+            is_last = count == len(tokens)
             text += sample.push(token, ends=is_last and seq.stop_token is not None)
             if sample.stops.matched is not None:
-                self._scheduler.cut(seq, len(tokens) - num_taken)
-                break
-        self._meter.output_tokens += num_taken
-        self.observer.on_tokens(*sample.request.stamp_tokens(sample, num_taken, now))
-        if seq.finish_reason is not None:
-            text += self._close(sample, seq.finish_reason)
-        return delta(sample, text, tuple(tokens[:num_taken]))
+                self._scheduler.cut(seq, len(tokens) - count)
+                return text, count
+        return text, len(tokens)
 
     def _end_without_token(self, sample: Sample) -> Delta:
         reason = sample.seq.finish_reason

@@ -34,7 +34,10 @@ class Sample:
     stop_reason: int | str | None = None
     last_token_time: float | None = None
     num_tokens: int = 0
-    """Output tokens taken; a dispatch of several steps gives the sequence more at once."""
+    """Output tokens whose text was made; a dispatch of several steps gives the sequence more at
+    once."""
+    is_late: bool = False
+    """Its text may be made long after its tokens: nobody reads it yet or looks for stops in it."""
 
     @property
     def scores_prompt(self) -> bool:
@@ -57,6 +60,15 @@ class Sample:
             return text  # stop strings are not looked for before min_tokens
         return self.stops.push(text)
 
+    def catch_up(self) -> str:
+        """Make the text of tokens that have come without."""
+        tokens = self.seq.output_ids[self.num_tokens :]
+        last = len(tokens) - 1
+        ended = self.seq.stop_token is not None
+        return "".join(
+            self.push(token, ends=ended and index == last) for index, token in enumerate(tokens)
+        )
+
     def flush(self) -> str:
         """Text still held back, once no more tokens come."""
         if self.stops.matched is not None or self.detokenizer is None:
@@ -66,6 +78,8 @@ class Sample:
 
     def output(self) -> CompletionOutput:
         """What the sample has so far."""
+        if self.is_late:
+            self.text.append(self.catch_up())
         wants = self.request.params.logprobs is not None
         return CompletionOutput(
             index=self.index,
@@ -89,6 +103,8 @@ class Request:
     seed: int
     end_ids: frozenset[int]
     metrics: RequestMetrics
+    whole: bool = False
+    """Nobody looks at it before its end."""
     samples: list[Sample] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: str | None = None
@@ -112,23 +128,26 @@ class Request:
         )
 
     def stamp_tokens(
-        self, sample: Sample, count: int, now: float
-    ) -> tuple[float | None, list[float]]:
+        self, sample: Sample, count: int, now: float, ttfts: list[float], gaps: list[float]
+    ) -> None:
         """Record the time of a sample's next tokens, which one dispatch gave.
 
-        Returns:
-            TTFT if they are the request's first, and the gap before each of them but a first.
+        Args:
+            sample: one of the request's.
+            count: of the tokens, at least one.
+            now: when they came.
+            ttfts: TTFT is added if they are the request's first.
+            gaps: the gap before each of them is added, but of the sample's first.
         """
-        ttft = None
         if self.metrics.ttft is None:
-            ttft = self.metrics.ttft = now - self.metrics.arrival_time
-        since = now if sample.last_token_time is None else sample.last_token_time
-        gaps = [now - since] + [0.0] * (count - 1)
-        gaps = gaps[sample.last_token_time is None :]
+            self.metrics.ttft = now - self.metrics.arrival_time
+            ttfts.append(self.metrics.ttft)
+        since = sample.last_token_time
+        new = [0.0] * (count - 1) if since is None else [now - since, *[0.0] * (count - 1)]
+        gaps += new
         if sample.index == 0:
-            self.metrics.itl += gaps
+            self.metrics.itl += new
         sample.last_token_time = now
-        return ttft, gaps
 
     def stamp_end(self, now: float) -> None:
         """Record the end of the last sample."""
@@ -138,7 +157,9 @@ class Request:
 
 def finish_sample(sample: Sample, reason: FinishReason) -> str:
     """End a sample; return its last text.  A stop string outranks any other reason."""
-    text = sample.flush() if reason in (FinishReason.STOP, FinishReason.LENGTH) else ""
+    text = sample.catch_up() if sample.is_late else ""
+    if reason in (FinishReason.STOP, FinishReason.LENGTH):
+        text += sample.flush()
     if sample.stops.matched is not None:
         sample.finish_reason, sample.stop_reason = FinishReason.STOP.value, sample.stops.matched
     else:

@@ -76,7 +76,7 @@ def measure(
         if token_ids is None:
             token_ids = llm.tokenizer.encode(request.prompt or "")
         try:
-            llm.engine.submit(token_ids, params)
+            llm.engine.submit(token_ids, params, whole=True)
         except ValueError as error:
             raise ValueError(f"request {number} of the workload: {error}") from error
     outputs = list(run_all(llm.engine))

@@ -54,9 +54,10 @@ def command(
     """
     wanted = read_prompts(prompts, prompt_file)
     llm = load_llm(config)
-    request_ids = _submit(llm, wanted, params)
+    streams = len(wanted) == 1 and params.n == 1 and not json
+    request_ids = _submit(llm, wanted, params, whole=not streams)
     start = time.monotonic()
-    if len(wanted) == 1 and params.n == 1 and not json:
+    if streams:
         outputs = [_stream(llm.engine, request_ids[0])]
     else:
         outputs = []
@@ -69,16 +70,17 @@ def command(
     _fail_on_errors(outputs)
 
 
-def _submit(llm: LLM, prompts: list[Prompt], params: SamplingParams) -> list[str]:
+def _submit(llm: LLM, prompts: list[Prompt], params: SamplingParams, *, whole: bool) -> list[str]:
     request_ids = []
     for number, prompt in enumerate(prompts, start=1):
         token_ids = prompt.token_ids
         if token_ids is None:
             token_ids = llm.tokenizer.encode(prompt.text or "")
         try:
-            request_ids.append(
-                llm.engine.submit(token_ids, params, prompt=prompt.text, priority=prompt.priority)
+            request_id = llm.engine.submit(
+                token_ids, params, prompt=prompt.text, priority=prompt.priority, whole=whole
             )
+            request_ids.append(request_id)
         except ValueError as error:
             where = f"prompt {number}: " if len(prompts) > 1 else ""
             raise ValueError(f"{where}{error}") from error

@@ -27,6 +27,7 @@ from prometheus_client import (
 from jaxserve.observer import Observer, StepRecord
 from jaxserve.outputs import RequestMetrics, RequestOutput
 from jaxserve.server.engine_state import PREFIX, EngineState, StateCollector, engine_state
+from jaxserve.server.tally import Tally
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
@@ -128,13 +129,12 @@ class Metrics(Observer):
             self._step_host.observe(record.host_s / num_steps)
             self._iteration_tokens.observe(tokens / num_steps)
 
-    def on_tokens(self, ttft: float | None, gaps: Sequence[float]) -> None:
-        """Count tokens of a sample; the first ones of further samples count when it ends."""
-        self._generation_tokens.inc(len(gaps) + (ttft is not None))
-        if ttft is not None:
+    def on_tokens(self, ttfts: Sequence[float], gaps: Sequence[float]) -> None:
+        """Count the tokens of a dispatch; first ones of further samples count at their end."""
+        self._generation_tokens.inc(len(ttfts) + len(gaps))
+        for ttft in ttfts:
             self._ttft.observe(ttft)
-        for gap in gaps:
-            self._itl.observe(gap)
+        self._itl.add(gaps)
 
     def on_end(self, output: RequestOutput) -> None:
         """Count a request by its end, and its times if it ended well."""
@@ -236,11 +236,13 @@ class Metrics(Observer):
     def _make_request_metrics(self) -> None:
         histogram = self._histogram
         self._ttft = histogram("time_to_first_token_seconds", "Time to first token.", TTFT_BUCKETS)
-        self._itl = histogram(
-            "inter_token_latency_seconds",
+        self._itl = Tally(
+            f"{PREFIX}inter_token_latency_seconds",
             "Time between tokens; those of one dispatch come at once.",
+            {"model_name": self.model_name},
             ITL_BUCKETS,
         )
+        self.registry.register(self._itl)
         ended = Counter(
             f"{PREFIX}request_success",
             "Requests that ended, by the gravest finish reason of their samples.",
@@ -289,7 +291,7 @@ class Metrics(Observer):
         return made
 
 
-def _samples(child: Counter | Histogram) -> Iterator[tuple[str, dict[str, str], float]]:
+def _samples(child: Counter | Histogram | Tally) -> Iterator[tuple[str, dict[str, str], float]]:
     for metric in child.collect():
         for sample in metric.samples:
             yield sample.name, sample.labels, sample.value
@@ -299,7 +301,7 @@ def _value(counter: Counter) -> float:
     return next(value for name, _, value in _samples(counter) if name.endswith("_total"))
 
 
-def _histogram(child: Histogram) -> dict[str, Any]:
+def _histogram(child: Histogram | Tally) -> dict[str, Any]:
     """Upper bounds of the buckets, None for infinity, and how many values each has."""
     bounds: list[float | None] = []
     counts: list[float] = []

@@ -109,7 +109,15 @@ class FakeEngine:
         return any(not _is_finished(request) for request in self._requests.values())
 
     def submit(
-        self, prompt_token_ids, params, *, request_id=None, prompt=None, priority=0, key=""
+        self,
+        prompt_token_ids,
+        params,
+        *,
+        request_id=None,
+        prompt=None,
+        priority=0,
+        key="",
+        whole=False,
     ) -> str:
         if not prompt_token_ids:
             raise ValueError("the prompt has no tokens")
@@ -190,6 +198,9 @@ class FakeEngine:
             metrics=request.metrics,
             error=request.error,
         )
+
+    def is_finished(self, request_id: str) -> bool:
+        return _is_finished(self._requests[request_id])
 
     def take(self, request_id: str) -> RequestOutput:
         output = self.output(request_id)

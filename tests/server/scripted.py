@@ -46,6 +46,7 @@ class ScriptedEngine:
         prompt: str | None = None,
         priority: int = 0,
         key: str = "",
+        whole: bool = False,
     ) -> str:
         self.thread = threading.current_thread()
         if not prompt_token_ids:
@@ -97,6 +98,9 @@ class ScriptedEngine:
         if request_id not in self.outputs:
             raise ValueError(f"no request {request_id!r}")
         return self.outputs[request_id]
+
+    def is_finished(self, request_id: str) -> bool:
+        return self.output(request_id).finished
 
     def take(self, request_id: str) -> RequestOutput:
         return self.outputs.pop(request_id)

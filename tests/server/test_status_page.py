@@ -87,7 +87,7 @@ def filled() -> Metrics:
     metrics = Metrics("tiny <b>model</b>", lambda: state)
     metrics.on_step(StepRecord("decode8", 4, 0.04, 0.004, 0, 16, 32, 4, 3))
     metrics.on_step(StepRecord("decode16", 1, 0.02, 0.001, 0, 12, 16, 4, 3))
-    metrics.on_tokens(0.2, [0.01, 0.01, 0.0])
+    metrics.on_tokens([0.2], [0.01, 0.01, 0.0])
     sample = CompletionOutput(0, "", [1, 2, 3, 4], None, None, "stop")
     times = RequestMetrics(0.0, queue_time=0.1, ttft=0.2, itl=[0.01], e2e=0.5)
     metrics.on_end(RequestOutput("r", None, [1], None, [sample], True, times))
@@ -177,7 +177,7 @@ class TestInABrowser:
         metrics = filled()
 
         def status(request: Request) -> JSONResponse:
-            metrics.on_tokens(None, [0.02] * 5)  # something goes on between two polls
+            metrics.on_tokens([], [0.02] * 5)  # something goes on between two polls
             return JSONResponse(metrics.snapshot())
 
         page = rendered(serve(status), tmp_path)

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from jax import lax
 
 from jaxserve.shapes import StepShape
+from pallas_kernels.cpu.ask import WHOM
 from scheduler import ScheduledTokens, StepPlan
 
 DECODES = 1
@@ -30,6 +31,7 @@ class Batch(NamedTuple):
     """One dispatch's work on the device."""
 
     num_steps: jax.Array  # i32[1], at most the layout's max_steps
+    whom: jax.Array  # i32[WHOM], whom to ask for the masks of constraints
     slot: jax.Array  # i32[rows], num_slots for an unused row
     start: jax.Array  # i32[rows], position of the first token computed
     length: jax.Array  # i32[rows], tokens computed, by a decode one a step; 0 for an unused row
@@ -66,13 +68,13 @@ class BatchLayout:
     def lengths(self) -> tuple[int, ...]:
         """Length of each part, in the order of `Batch`."""
         rows, chunk, deltas = self.shape.rows, self.shape.chunk, self.num_deltas
-        return (1,) + (rows,) * 5 + (chunk,) * 3 + (deltas,) * 3
+        return (1, WHOM) + (rows,) * 5 + (chunk,) * 3 + (deltas,) * 3
 
     @property
     def num_row_numbers(self) -> int:
         """Length of the beginning of the packed array that is the same for any chunk: of
-        `num_steps`, `slot`, `start`, `length` and `flags`."""
-        return 1 + 4 * self.shape.rows
+        `num_steps`, `whom`, `slot`, `start`, `length` and `flags`."""
+        return 1 + WHOM + 4 * self.shape.rows
 
     @property
     def packed_size(self) -> int:
@@ -108,6 +110,11 @@ class BatchLayout:
         return packed
 
 
+def address(packed: npt.NDArray[np.int32], whom: tuple[int, int, int]) -> None:
+    """Have a packed batch ask for the masks of its rows; see `pallas_kernels.cpu.ask`."""
+    packed[1 : 1 + WHOM] = whom
+
+
 def pack_batch(plan: StepPlan, layout: BatchLayout) -> npt.NDArray[np.int32]:
     """Pack a plan: entry `i` of the plan takes sequence row `i`.
 
@@ -123,17 +130,17 @@ def pack_batch(plan: StepPlan, layout: BatchLayout) -> npt.NDArray[np.int32]:
     views = layout.views(packed)
     entries, used = plan.entries, len(plan.entries)
     # One list per part: NumPy converts a list several times faster than it stores its numbers.
-    steps, slot, start, length, flags = views[:5]
+    steps, _, slot, start, length, flags = views[:6]
     steps[0] = plan.num_steps
     slot[:used] = [entry.slot for entry in entries]
     start[:used] = [entry.start for entry in entries]
     length[:used] = [entry.count for entry in entries]
     flags[:used] = [DECODES * entry.is_decode | SAMPLES * entry.samples for entry in entries]
     if layout.shape.chunk:
-        _pack_chunk(entries, layout.shape.rows, views[5:9])
+        _pack_chunk(entries, layout.shape.rows, views[6:10])
     admitted = {id(seq) for seq in plan.admitted}  # `set_slot` sent their whole tables
     changed = [e for e in entries if e.new_pages and id(e.seq) not in admitted]
-    _pack_deltas(changed, views[9:])
+    _pack_deltas(changed, views[10:])
     return packed
 
 

@@ -34,6 +34,8 @@ LOGPROBS = 8
 """Flag: log-probabilities are reported."""
 MASKS = 16
 """Flag: only some ids are allowed."""
+CONSTRAINED = 32
+"""Flag: which ids are allowed depends on the tokens before."""
 
 
 class Carry(NamedTuple):
@@ -50,7 +52,6 @@ class Carry(NamedTuple):
     end_ids: jax.Array  # i32[slots, MAX_STOP_IDS], vocab where unused
     ended: jax.Array  # bool[slots], by a token of end_ids or by logits that are not finite
     allowed: jax.Array  # i32[slots, ceil(vocab / 32)], packed bits of what a request allows
-    mask: jax.Array  # i32[slots, ceil(vocab / 32)], packed bits of what a constraint allows next
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,6 @@ class CarrySizes:
             end_ids=i32(slots, MAX_STOP_IDS),
             ended=of(np.bool_, slots),
             allowed=i32(slots, self.allowed_words),
-            mask=i32(slots, self.allowed_words),
         )
 
     def sections(self) -> dict[str, tuple[int, int]]:
@@ -216,6 +216,7 @@ def _flags(params: SamplingParams) -> int:
         | FILTERS * filters
         | LOGPROBS * (params.logprobs is not None)
         | MASKS * masks
+        | CONSTRAINED * (params.structured_outputs is not None)
     )
 
 
@@ -251,5 +252,4 @@ def set_slot(carry: Carry, packed: jax.Array, sizes: CarrySizes) -> Carry:
         end_ids=carry.end_ids.at[slot].set(part["end_ids"]),
         ended=carry.ended.at[slot].set(False),
         allowed=carry.allowed.at[slot].set(part["allowed"]),
-        mask=carry.mask.at[slot].set(-1),
     )

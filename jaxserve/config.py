@@ -144,8 +144,8 @@ class EngineConfig:
     )
     masked_steps: str = _option(
         "auto",
-        "How steps that a structured output limits are run: whole, after the step before was read "
-        "(auto on CPUs), split in two halves (auto elsewhere), or not at all.",
+        "How steps that a structured output limits are run: whole, asking the host while they run "
+        "(auto with the CPU kernels), split in two halves (auto elsewhere), or not at all.",
         MASKED_STEPS,
     )
     warm_up: bool = _option(

@@ -14,9 +14,9 @@ import numpy as np
 
 from jaxserve.batch import BatchLayout, pack_batch
 from jaxserve.carry import SlotPacker
-from jaxserve.constraints import Constraints, Masks
+from jaxserve.constraints import NOTHING, Constraints, Ended
 from jaxserve.flight import Flight, Landed
-from jaxserve.masked_steps import masked_steps
+from jaxserve.masked_steps import PlainSteps, masked_steps
 from jaxserve.request import Sample
 from jaxserve.runner import Runner, Ticket
 from jaxserve.shapes import StepShape
@@ -50,7 +50,8 @@ class Dispatcher:
         self._layouts: dict[StepShape, BatchLayout] = {
             shape: runner.spec.batch_layout(shape) for shape in runner.shapes.all()
         }
-        self._masked_steps = masked_steps(runner)
+        self._plain = PlainSteps(runner)
+        self._masked = masked_steps(runner, constraints)
         self._stopwatch = Stopwatch()
 
     def copy_pages(self, plan: StepPlan) -> None:
@@ -65,36 +66,29 @@ class Dispatcher:
         for seq in plan.admitted:
             self._admit(seq)
         self._meter.mark("admit")
-        is_masked = self._constraints.limit(plan)
-        choose = self._runner.shapes.choose
-        if is_masked:
-            assert self._masked_steps is not None
-            choose = self._masked_steps.choose
-        shape = choose(len(plan.entries), plan.num_chunk_tokens)
-        flight = Flight(plan, shape, pack_batch(plan, self._layouts[shape]), is_masked)
+        way = self._masked if self._constraints.limit(plan) else self._plain
+        shape = way.choose(len(plan.entries), plan.num_chunk_tokens)
+        flight = Flight(plan, shape, pack_batch(plan, self._layouts[shape]))
         self._meter.mark("pack")
-        if self._masked_steps is not None and is_masked:
-            self._masked_steps.begin(flight)
-        else:
-            flight.ticket = self._runner.run(flight.packed, shape)
+        way.begin(flight)
+        if flight.ticket is not None:
             self._started(flight)
         self._meter.mark("dispatch")
         return flight
 
-    def complete(self, flight: Flight) -> Masks | None:
-        """Start what is left of a flight; the masks it was given, None if it needs none.
+    def complete(self, flight: Flight) -> Ended:
+        """Start what is left of a flight, if anything; what its masks have ended.
 
         What the flights before it have sampled must be recorded.
         """
-        if not flight.is_masked:
-            return None
-        assert self._masked_steps is not None
+        if flight.ticket is not None:
+            return NOTHING
         masks = self._constraints.masks(flight.plan)
         self._meter.mark("masks")
-        self._masked_steps.finish(flight, masks.words)
+        self._masked.finish(flight, masks.words)
         self._started(flight)
         self._meter.mark("dispatch")
-        return masks
+        return masks.ended
 
     def read(self, flight: Flight) -> Landed:
         """Wait for a flight's results."""
@@ -105,7 +99,7 @@ class Dispatcher:
         if flight.prompt_report is not None:
             prompts = self._runner.read_prompt_logprobs(flight.prompt_report)
         self._meter.mark(WAIT)
-        return Landed(flight, report, prompts, seconds)
+        return Landed(flight, report, prompts, self._constraints.settle(flight.question), seconds)
 
     def _started(self, flight: Flight) -> None:
         assert flight.ticket is not None

@@ -23,6 +23,7 @@ from jaxserve.detokenizer import Detokenizer
 from jaxserve.dispatch import Dispatcher
 from jaxserve.flight import Flight, Landed
 from jaxserve.grammar import Grammars
+from jaxserve.masked_steps import OFF, SPLIT
 from jaxserve.models.llama import Params
 from jaxserve.observer import Observer, StepRecord
 from jaxserve.outputs import Delta, RequestMetrics, RequestOutput
@@ -96,9 +97,8 @@ class Engine:
         self._meter = StepMeter(runner.spec.sizes.num_slots)
         self.grammars = Grammars(tokenizer, runner.spec.model.vocab_size, end_ids)
         """Constraints on text, compiled; may be used from any thread."""
-        constraints = Constraints(
-            self.grammars, runner.spec.sizes.num_slots, runner.spec.sizes.allowed_words
-        )
+        rows = max(runner.spec.sizes.num_slots, runner.shapes.max_rows)
+        constraints = Constraints(self.grammars, rows, runner.spec.sizes.allowed_words)
         self._constraints = constraints
         self._recorder = Recorder(scheduler, tokenizer, constraints, self._meter, end_ids, targets)
         self._samples = self._recorder.samples
@@ -198,8 +198,8 @@ class Engine:
         flight = self._dispatcher.launch(plan)
         self._flights.append(flight)
         landing = self._land(keep=1)
-        masks = self._dispatcher.complete(flight)
-        deltas = self._tell(landing) + self._recorder.end_constrained(masks)
+        ended = self._dispatcher.complete(flight)
+        deltas = self._tell(landing) + self._recorder.end_constrained(ended)
         return deltas + self._tell(self._land(keep=self._depth))
 
     def output(self, request_id: str) -> RequestOutput:
@@ -303,7 +303,7 @@ class Engine:
         constraint = params.structured_outputs
         if constraint is None:
             return
-        if self.runner.masked_steps == "off":
+        if self.runner.masked_steps == OFF:
             raise ValueError(
                 "structured_outputs need programs that this engine was started without; start it "
                 "with masked_steps='auto'"
@@ -335,7 +335,7 @@ class Engine:
             priority=priority,
             key=key,
             reads_prefix_cache=params.prompt_logprobs is None or index > 0,
-            single_step=params.structured_outputs is not None,
+            single_step=params.structured_outputs is not None and self.runner.masked_steps == SPLIT,
         )
         self.scheduler.add(seq)
         self._constraints.add(seq, params)
@@ -370,9 +370,8 @@ class Engine:
         deltas = self._recorder.record_prompts(landed)
         num_steps, tokens, failed = landed.report.rows(len(plan.entries))
         self._learn(plan, num_steps, landed.seconds)
-        update = self.scheduler.update(plan, tokens, failed)
-        for row, count in update.accepted:
-            self._constraints.record(plan.entries[row].seq, tokens[row][:count])
+        complete, broken = landed.ended.rows(plan)
+        update = self.scheduler.update(plan, tokens, {*failed, *broken}, complete)
         self._meter.mark("update")
         return _Landing(landed, num_steps, tokens, update, deltas)
 

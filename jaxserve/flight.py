@@ -9,6 +9,7 @@ import jax
 import numpy as np
 import numpy.typing as npt
 
+from jaxserve.constraints import Ended
 from jaxserve.report import StepOutput
 from jaxserve.runner import Forwarded, Ticket
 from jaxserve.shapes import StepShape
@@ -22,8 +23,8 @@ class Flight:
     plan: StepPlan
     shape: StepShape
     packed: npt.NDArray[np.int32]
-    is_masked: bool
-    """Constraints limit its tokens."""
+    question: int | None = None
+    """Number of what it asks the host about, if it does."""
     ticket: Ticket | None = None
     """Absent until all of it is started."""
     forwarded: Forwarded | None = None
@@ -38,5 +39,7 @@ class Landed(NamedTuple):
     flight: Flight
     report: StepOutput
     prompts: StepOutput | None
+    ended: Ended
+    """What constraints have ended in it."""
     seconds: float
     """That the device took."""

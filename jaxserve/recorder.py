@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence as Seq
 
-from jaxserve.constraints import Constraints, Masks
+from jaxserve.constraints import Constraints, Ended
 from jaxserve.dispatch import chunk_rows
 from jaxserve.flight import Landed
 from jaxserve.observer import Observer
@@ -78,6 +78,7 @@ class Recorder:
     def record_tokens(self, landed: Landed, tokens: Seq[Seq[int]], update: Update) -> list[Delta]:
         """Give the samples what the scheduler has accepted, and end those it has ended."""
         now = time.monotonic()
+        self._explain(landed.ended)
         deltas: list[Delta] = []
         ttfts: list[float] = []
         gaps: list[float] = []
@@ -98,20 +99,22 @@ class Recorder:
                 deltas.append(self._end_without_token(left))
         return deltas
 
-    def end_constrained(self, masks: Masks | None) -> list[Delta]:
+    def end_constrained(self, ended: Ended) -> list[Delta]:
         """End the sequences whose constraint says that nothing can follow."""
         deltas: list[Delta] = []
-        if masks is None:
-            return deltas
-        for seq in masks.complete:
+        for seq in ended.complete:
             if seq in self.samples:
                 deltas.append(self.finish(self.samples[seq], FinishReason.STOP))
-        for seq, reason in masks.broken:
+        self._explain(ended)
+        for seq, _ in ended.broken:
             if seq in self.samples:
-                sample = self.samples[seq]
-                sample.request.error = f"{BROKEN_CONSTRAINT}: {reason}"
-                deltas.append(self.finish(sample, FinishReason.ERROR))
+                deltas.append(self.finish(self.samples[seq], FinishReason.ERROR))
         return deltas
+
+    def _explain(self, ended: Ended) -> None:
+        for seq, reason in ended.broken:
+            if seq in self.samples:
+                self.samples[seq].request.error = f"{BROKEN_CONSTRAINT}: {reason}"
 
     def finish(self, sample: Sample, reason: FinishReason) -> Delta:
         """End a sample now."""

@@ -153,11 +153,6 @@ class Runner:
         """Replace one slot's state; see `SlotPacker.pack`."""
         self._carry = self._set_slot.result()(self._carry, packed)
 
-    def set_masks(self, masks: npt.NDArray[np.int32]) -> None:
-        """Limit what the slots may sample from now on, by i32[slots, allowed_words]."""
-        # An array of the host: the next program takes it as it takes its batch.
-        self._carry = self._carry._replace(mask=masks)  # type: ignore[arg-type]
-
     def swap_out(self, copy: PageCopy) -> None:
         """Start to copy pages to the host; they may be written again by what is called next."""
         assert self._take_pages is not None

@@ -11,6 +11,7 @@ do not depend on how many rows there are, nor on what the others ask for.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -52,27 +53,34 @@ def sample(
     positions: jax.Array,  # i32[rows], of the tokens to sample
     active: jax.Array,  # bool[rows]
     num_top: int,
+    masks: jax.Array | None,  # i32[rows, ceil(vocab / 32)]
 ) -> Sampled:
     """Choose one token per row as its slot's parameters say.
 
     Only one of `logits` and `greedy` is evaluated on the device: the logits never exist in a step
     all of whose rows are greedy.  Rows that are not active get arbitrary tokens and never widen
-    the work of the step.  Log-probabilities are the model's own: before penalties, bias,
+    the work of the step.  `masks` are packed bits of what constraints allow; none are there in a
+    step without them.  Log-probabilities are the model's own: before penalties, bias,
     temperature and filters.
     """
     flags = jnp.where(active, carry.ints[slots, INTS.index("flags")], 0)
+    allowed = partial(_allowed, carry, slots, flags, masks)
     sampled: Sampled = lax.cond(
         jnp.any(flags & (ADJUSTS | SAMPLES | LOGPROBS) != 0),
-        lambda: _from_logits(logits(), carry, slots, positions, active, flags, num_top),
-        lambda: _only_greedy(*greedy(_allowed(carry, slots, flags)), num_top),
+        lambda: _from_logits(logits(), carry, slots, positions, active, flags, allowed, num_top),
+        lambda: _only_greedy(*greedy(allowed()), num_top),
     )
     return sampled
 
 
-def _allowed(carry: Carry, slots: jax.Array, flags: jax.Array) -> jax.Array:
+def _allowed(
+    carry: Carry, slots: jax.Array, flags: jax.Array, masks: jax.Array | None
+) -> jax.Array:
     """What each row may sample now, as packed bits."""
-    masked = flags[:, None] & MASKS != 0
-    return jnp.where(masked, carry.allowed[slots] & carry.mask[slots], -1)
+    allowed = carry.allowed[slots]
+    if masks is not None:
+        allowed &= masks
+    return jnp.where(flags[:, None] & MASKS != 0, allowed, -1)
 
 
 def _only_greedy(token: jax.Array, largest: jax.Array, num_top: int) -> Sampled:
@@ -86,6 +94,7 @@ def _from_logits(
     positions: jax.Array,
     active: jax.Array,
     flags: jax.Array,
+    allowed: Callable[[], jax.Array],
     num_top: int,
 ) -> Sampled:
     # Without the barriers XLA would compute the logits anew inside the loops of each branch.
@@ -97,7 +106,7 @@ def _from_logits(
     )
     adjusted = lax.cond(
         jnp.any(flags & MASKS != 0),
-        lambda: only_allowed(adjusted, _allowed(carry, slots, flags)),
+        lambda: only_allowed(adjusted, allowed()),
         lambda: adjusted,
     )
     samples = flags & SAMPLES != 0

@@ -35,6 +35,9 @@ class StepSpec:
     """Attention implementation, a name of `pallas_kernels.implementations`."""
     max_steps: int = 1
     """Most decode steps of one dispatch."""
+    asks: str | None = None
+    """Instruction set of the CPU kernels through which a step asks the host for the masks of
+    constraints; None where steps do not ask."""
 
     def batch_layout(self, shape: StepShape) -> BatchLayout:
         """Layout of the packed batch of a shape."""

@@ -30,6 +30,7 @@ from jaxserve.loading import (
     resolve,
     weight_dtype,
 )
+from jaxserve.masked_steps import SPLIT, WHOLE
 from jaxserve.models.config import ModelConfig
 from jaxserve.models.llama import Params
 from jaxserve.phases import Phases
@@ -132,10 +133,12 @@ def assemble(
     config = replace(config, multi_step=config.multi_step or MULTI_STEP.get(device.platform, 1))
     shapes = shape_set(config, device.platform, any_rows=not weights.is_canonical)
     tuned = attention_sizes(config, model, implementation, layout, device)
-    spec = _spec(config, model, implementation, layout, tuned)
+    masked = _masked_steps(config, mesh, kernels)
+    asks = kernels if masked == WHOLE else None
+    spec = _spec(config, model, implementation, layout, tuned, asks)
     swap = swap_sizes(config, spec)
     with phases("executables"):
-        runner = _runner(config, spec, shapes, mesh, params, weights, swap)
+        runner = _runner(config, spec, shapes, mesh, params, weights, swap, masked)
     with phases("warm_up"):
         if config.warm_up:
             runner.warm_up()
@@ -171,15 +174,13 @@ def _runner(
     params: Params,
     weights: WeightLayout,
     swap: SwapSizes,
+    masked_steps: str,
 ) -> Runner:
     """A runner whose executables are loaded, or being compiled."""
     assert config.num_kv_blocks is not None
     directory = config.compilation_cache_dir or cache_directory(config.cache_dir) / "executables"
     made_of = repr((spec, shapes, jax.tree.structure(params)))
     store = ExecutableStore(Path(directory), made_of, list(mesh.devices.flat))
-    masked = config.masked_steps
-    if masked == "auto":
-        masked = "whole" if mesh.devices.flat[0].platform == "cpu" else "split"
     return Runner(
         spec,
         shapes,
@@ -189,8 +190,20 @@ def _runner(
         store,
         weights,
         swap,
-        masked_steps=masked,
+        masked_steps=masked_steps,
     )
+
+
+def _masked_steps(config: EngineConfig, mesh: Mesh, kernels: str | None) -> str:
+    """How steps that constraints limit are run: a step asks the host through the CPU kernels."""
+    can_ask = kernels is not None and mesh.size == 1
+    if config.masked_steps == WHOLE and not can_ask:
+        raise ValueError(
+            "masked_steps='whole' needs one CPU device and the CPU kernels; use 'auto' or 'split'"
+        )
+    if config.masked_steps != "auto":
+        return config.masked_steps
+    return WHOLE if can_ask else SPLIT
 
 
 def _spec(
@@ -199,6 +212,7 @@ def _spec(
     implementation: Implementation,
     layout: KVLayout,
     tuned: Sizes,
+    asks: str | None,
 ) -> StepSpec:
     assert config.max_model_len is not None
     assert config.multi_step is not None
@@ -216,6 +230,7 @@ def _spec(
         prefill=tuned.prefill,
         attention=implementation.name,
         max_steps=config.multi_step,
+        asks=asks,
     )
 
 

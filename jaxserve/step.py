@@ -19,7 +19,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxserve.batch import DECODES, SAMPLES, Batch
-from jaxserve.carry import Carry
+from jaxserve.carry import CONSTRAINED, INTS, Carry
 from jaxserve.models.llama import Llama, Params, bind
 from jaxserve.paged import PagedAttention
 from jaxserve.report import pack_report
@@ -27,6 +27,7 @@ from jaxserve.sampler import Sampled, sample
 from jaxserve.sampling.logprobs import token_logprobs
 from jaxserve.shapes import StepShape
 from jaxserve.spec import Cache, StepSpec
+from pallas_kernels.cpu.ask import ask
 
 State = tuple[jax.Array, Cache, Carry, jax.Array]
 """Of the loop of `decode_steps`: index, cache, carry and reports."""
@@ -98,8 +99,8 @@ def build_sample(spec: StepSpec, rows: int) -> Sample:
     ) -> tuple[Carry, jax.Array]:
         rest = layout.packed_size - layout.num_row_numbers
         batch = at_step(spec, carry, layout.unpack(jnp.pad(packed, (0, rest))), 0)
-        carry, model = carry._replace(mask=masks), bind(spec.model, params)
-        carry, report = sample_rows(spec, model, carry, batch, hidden)
+        model, slot = bind(spec.model, params), _slots(spec, batch)
+        carry, report = sample_rows(spec, model, carry, batch, hidden, masks[slot])
         return carry, report[None]
 
     return half
@@ -211,12 +212,27 @@ def _up_to_last(used: jax.Array) -> jax.Array:
 
 
 def sample_rows(
-    spec: StepSpec, model: Llama, carry: Carry, batch: Batch, hidden: jax.Array
+    spec: StepSpec,
+    model: Llama,
+    carry: Carry,
+    batch: Batch,
+    hidden: jax.Array,
+    masks: jax.Array | None = None,
 ) -> tuple[Carry, jax.Array]:
     """Sample the next token of each sequence row that asks for it; record it in the carry.
 
-    A row that samples one of its end tokens, or whose logits are not finite, ends its slot: the
-    host, which may have dispatched the next step already, will find the same.
+    A row that samples one of its end tokens, whose logits are not finite, or whose constraint
+    allows nothing more, ends its slot: the host, which may have dispatched the next step already,
+    will find the same.
+
+    Args:
+        spec: the engine's static sizes.
+        model: with its weights.
+        carry: of the step.
+        batch: of the step.
+        hidden: f32[rows, H].
+        masks: i32[rows, words], what constraints allow; absent where the step asks for them, or
+            there are none.
 
     Returns:
         The carry, and the report as i32[rows, out_width]; see `unpack_report`.
@@ -224,6 +240,10 @@ def sample_rows(
     live = batch.length > 0
     samples = (batch.flags & SAMPLES != 0) & live
     slot, used = _slots(spec, batch), _used_rows(batch)
+    is_complete = jnp.zeros_like(samples)
+    if masks is None and spec.asks is not None:
+        masks, is_complete = asked_masks(spec.asks, spec, carry, batch, hidden, samples)
+        samples &= ~is_complete
     sampled = sample(
         partial(model.logits, hidden, used),
         partial(model.greedy, hidden, used),
@@ -232,11 +252,12 @@ def sample_rows(
         batch.start + batch.length,
         samples,
         spec.num_top,
+        masks,
     )
     samples &= sampled.finite
     # No token that `min_tokens` holds back is sampled, so that any of them ends the row.
     stops = jnp.any(sampled.token[:, None] == carry.end_ids[slot], -1)
-    ends = (samples & stops) | (live & ~sampled.finite)
+    ends = (samples & stops) | (live & ~sampled.finite) | is_complete
 
     def where(rows: jax.Array) -> jax.Array:
         return jnp.where(rows, batch.slot, spec.sizes.num_slots)  # dropped where false
@@ -248,6 +269,34 @@ def sample_rows(
         ended=carry.ended.at[where(ends)].set(True, mode="drop"),
     )
     return carry, pack_report(sampled, live=live, samples=samples)
+
+
+def asked_masks(
+    kernels: str,
+    spec: StepSpec,
+    carry: Carry,
+    batch: Batch,
+    hidden: jax.Array,  # f32[rows, H], after which to ask: nothing is computed meanwhile
+    samples: jax.Array,  # bool[rows]
+) -> tuple[jax.Array, jax.Array]:  # i32[rows, words], bool[rows]
+    """What the constraints of rows allow next, and the rows whose text is complete.
+
+    The host is asked, and waited for, if there is a constrained row.
+    """
+    slot = _slots(spec, batch)
+    asks = samples & (carry.ints[slot, INTS.index("flags")] & CONSTRAINED != 0)
+    words = spec.sizes.allowed_words
+
+    def answers() -> tuple[jax.Array, jax.Array]:
+        token = carry.last_token[slot]
+        masks, stops = ask(kernels, batch.whom, asks.astype(jnp.int32), token, hidden, words)
+        return masks, stops != 0
+
+    def none() -> tuple[jax.Array, jax.Array]:
+        return jnp.full((slot.shape[0], words), -1, jnp.int32), jnp.zeros_like(samples)
+
+    masks, is_complete = lax.cond(jnp.any(asks), answers, none)
+    return masks, is_complete
 
 
 def prompt_logprobs(

@@ -158,6 +158,7 @@ class Scheduler:
         plan: StepPlan,
         sampled: abc.Sequence[abc.Sequence[int]],
         failed: abc.Collection[int] = (),
+        complete: abc.Collection[int] = (),
     ) -> Update:
         """Record the results of a plan; plans are updated in the order they were scheduled.
 
@@ -169,8 +170,10 @@ class Scheduler:
             plan: what `schedule` returned.
             sampled: the tokens that each entry of the plan sampled, in order; fewer than it asked
                 for if one of them ended the sequence, none if it had ended before.
-            failed: entries whose logits were not finite, after the tokens that they sampled.
-                Their sequences end with "error".
+            failed: entries that cannot go on after the tokens that they sampled, as their logits
+                were not finite.  Their sequences end with "error".
+            complete: entries after whose tokens nothing may follow.  Their sequences end with
+                "stop".
         """
         self._bound.saw(plan)
         accepted: list[tuple[int, int]] = []
@@ -182,7 +185,7 @@ class Scheduler:
                 self.stats.discarded_tokens += len(tokens)
                 continue
             num_before = len(seq.token_ids)
-            reason = self._record(entry, tokens, failed=index in failed)
+            reason = self._record(entry, tokens, failed=index in failed, complete=index in complete)
             if num_taken := len(seq.token_ids) - num_before:
                 accepted.append((index, num_taken))
             if reason is not None:
@@ -316,7 +319,12 @@ class Scheduler:
         return residents.advance(seq, count, num_missing)
 
     def _record(
-        self, entry: ScheduledTokens, tokens: abc.Sequence[int], *, failed: bool
+        self,
+        entry: ScheduledTokens,
+        tokens: abc.Sequence[int],
+        *,
+        failed: bool,
+        complete: bool,
     ) -> FinishReason | None:
         """Record the results of one entry; why it ends its sequence, or None if it does not."""
         seq = entry.seq
@@ -329,8 +337,8 @@ class Scheduler:
             ends = self._append(seq, tokens)
             end = entry.start if failed else entry.end
         self._residents.keep(seq, entry.start, end)
-        if ends or failed:
-            return FinishReason.STOP if ends else FinishReason.ERROR
+        if ends or failed or complete:
+            return FinishReason.ERROR if failed and not ends else FinishReason.STOP
         assert len(tokens) == entry.num_samples, "the device ended what the host does not"
         return FinishReason.LENGTH if end == seq.max_computed else None
 

@@ -117,7 +117,7 @@ class FixedTimeRunner(Runner):
 
     def _report(self, packed: npt.NDArray[np.int32], shape: StepShape) -> StepOutput:
         layout = self.spec.batch_layout(shape)
-        num_steps, slot, start, length, flags = layout.views(packed)[:5]
+        num_steps, _, slot, start, length, flags = layout.views(packed)[:6]
         step = np.arange(layout.max_steps)[:, None]
         ran = step < num_steps
         samples = ran & (flags & SAMPLES != 0) & (length > step)

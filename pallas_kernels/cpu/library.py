@@ -21,6 +21,7 @@ OPERATIONS = (
     "attention",
     "write",
     "rotate_write_attend",
+    "ask",
 )
 
 _PROBLEMS = {

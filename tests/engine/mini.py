@@ -89,14 +89,27 @@ class Mini:
     options: dict[str, Any]
 
     @classmethod
-    def build(cls, executables: Path, config: ModelConfig = CONFIG, **options: Any) -> Mini:
-        """Compile, or load what an earlier run compiled."""
+    def build(
+        cls,
+        executables: Path,
+        config: ModelConfig = CONFIG,
+        kernels: str | None = None,
+        **options: Any,
+    ) -> Mini:
+        """Compile, or load what an earlier run compiled.
+
+        Args:
+            executables: where they are kept.
+            config: of the model.
+            kernels: instruction set of the CPU kernels that are loaded, if any.
+            options: of the engine.
+        """
         chosen = {**OPTIONS, **options}
         mesh = sharding.make_mesh("cpu", 1)
         params = random_params(config, mesh)
         tokenizer = Tokenizer.of_bytes()
         engine_config = EngineConfig(compilation_cache_dir=str(executables), **chosen)
-        engine, _ = assemble(engine_config, config, params, tokenizer, mesh)
+        engine, _ = assemble(engine_config, config, params, tokenizer, mesh, kernels=kernels)
         return cls(config, engine.runner, Oracle(config, params), tokenizer, chosen)
 
     def engine(

@@ -3,6 +3,7 @@
 #include <cfloat>
 #include <vector>
 
+#include "ask.h"
 #include "attention.h"
 #include "check.h"
 #include "rows.h"
@@ -402,6 +403,14 @@ ffi::Error RotateWriteAttend(ffi::ThreadPool pool, Buffer qkv, Buffer used, Buff
 }
 
 #define POOL Ctx<ffi::ThreadPool>()
+// `after` only says when: once it is known.
+ffi::Error Ask(Buffer whom, Buffer asks, Buffer token, Buffer after, Result words, Result stops) {
+  ask(data<const int32_t>(whom), dim(asks, 0), int(words->dimensions()[1]),
+      data<const int32_t>(asks), data<const int32_t>(token), data<int32_t>(words),
+      data<int32_t>(stops));
+  return ffi::Error::Success();
+}
+
 #define IN Arg<Buffer>()
 #define OUT Ret<Buffer>()
 #define MORE RemainingArgs()
@@ -428,6 +437,7 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_attention, Attention,
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_write, Write, ffi::Ffi::Bind().POOL.IN.IN.IN.IN.OUT);
 XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_rotate_write_attend, RotateWriteAttend,
     ffi::Ffi::Bind().POOL.IN.IN.IN.IN.IN.IN.IN.IN.IN.IN.MORE.OUT.OUT.SOFTMAX);
+XLA_FFI_DEFINE_HANDLER_SYMBOL(jaxserve_ask, Ask, ffi::Ffi::Bind().IN.IN.IN.IN.OUT.OUT);
 // clang-format on
 
 // 0 if these kernels can be used in this process; asked once, after loading.

@@ -53,7 +53,7 @@ def sample(
     positions: jax.Array,  # i32[rows], of the tokens to sample
     active: jax.Array,  # bool[rows]
     num_top: int,
-    masks: jax.Array | None,  # i32[rows, ceil(vocab / 32)]
+    masks: jax.Array | None = None,  # i32[rows, ceil(vocab / 32)]
 ) -> Sampled:
     """Choose one token per row as its slot's parameters say.
 

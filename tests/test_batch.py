@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from jaxserve.batch import DECODES, SAMPLES, Batch, BatchLayout, pack_batch
 from jaxserve.carry import (
     ADJUSTS,
+    CONSTRAINED,
     FILTERS,
     FLOATS,
     INTS,
@@ -423,7 +424,7 @@ def test_a_slot_is_set_to_what_was_packed(data: st.DataObject) -> None:
         ({"logit_bias": {5: 1.0}}, DRAWS | ADJUSTS),
         ({"logit_bias": {}}, DRAWS),
         ({"allowed_token_ids": [5]}, DRAWS | MASKS),
-        ({"structured_outputs": {"regex": "a"}}, DRAWS | MASKS),
+        ({"structured_outputs": {"regex": "a"}}, DRAWS | MASKS | CONSTRAINED),
         ({"min_tokens": 1}, DRAWS | ADJUSTS),
     ],
 )

@@ -159,7 +159,7 @@ def test_preemption_does_not_lose_the_place(
 
 def test_a_step_that_asks_is_one_of_several_in_a_dispatch(mini: Mini) -> None:
     engine = mini.engine(eos=EOS, multi_step=4)
-    ask = greedy(60, structured_outputs={"regex": "([a-m]{4}-[n-z]{4};){6}"})
+    ask = greedy(70, structured_outputs={"regex": "([a-m]{4}-[n-z]{4};){6}"})
     outputs = run(engine, [(prompt, ask) for prompt in prompts([20, 21])])
     assert [output.outputs[0].finish_reason for output in outputs] == ["stop", "stop"]
     stats = engine.stats()

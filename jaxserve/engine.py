@@ -335,6 +335,7 @@ class Engine:
             priority=priority,
             key=key,
             reads_prefix_cache=params.prompt_logprobs is None or index > 0,
+            text_may_end=params.structured_outputs is not None or bool(params.stop_strings),
             single_step=params.structured_outputs is not None and self.runner.masked_steps == SPLIT,
         )
         self.scheduler.add(seq)

@@ -292,9 +292,9 @@ class Scheduler:
         return num_steps
 
     def _slots_stay_taken(self, seqs: abc.Sequence[Sequence]) -> bool:
-        """Whether all slots are in use, by sequences that no token can end before their length."""
+        """Whether all slots are in use, by sequences that nothing can end before their length."""
         all_run = len(seqs) == self.config.max_num_seqs
-        return all_run and not any(seq.stop_ids for seq in seqs)
+        return all_run and not any(seq.stop_ids or seq.text_may_end for seq in seqs)
 
     def _admit(self, prefill_budget: int) -> ScheduledTokens | None:
         """Let the most senior waiting sequence run; None if it must wait, and the others too."""

@@ -60,6 +60,8 @@ class Sequence:
     """Whatever else changes its keys and values, such as an adapter's id."""
     reads_prefix_cache: bool = True
     """False to compute every token of the prompt, as prompt log-probabilities need."""
+    text_may_end: bool = False
+    """True if its text may end it before its length, at a stop string or by a constraint."""
     single_step: bool = False
     """True if the host must know each token before the next is sampled: no plan of several steps
     while it runs."""

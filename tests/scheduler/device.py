@@ -30,6 +30,8 @@ class Request:
     """The token at this position gives logits that are not finite, if this sequence computes it."""
     stops_after: int | None = None
     """A stop string is complete with this many output tokens."""
+    completes_after: int | None = None
+    """Nothing may follow so many output tokens, which shows when the next is to be sampled."""
     ends_on_device: bool = True
     """The device knows its `stop_ids`; if not, the host alone finds them."""
     _chain: list[int] = field(default_factory=list)
@@ -47,6 +49,13 @@ class Request:
             self._chain.append(hash((before, self.token(len(self._chain)))))
         return self._chain[:end]
 
+    def is_complete(self, position: int) -> bool:
+        """Whether no token may be sampled for a position."""
+        return (
+            self.completes_after is not None
+            and position - self.seq.num_prompt >= self.completes_after
+        )
+
     def solo(self) -> tuple[list[int], FinishReason, int | None]:
         """Output, finish reason and stop token of this request on its own."""
         seq, output = self.seq, list[int]()
@@ -56,6 +65,8 @@ class Request:
                 return output, FinishReason.ERROR, None
             if seq.max_tokens == 0:
                 return output, FinishReason.LENGTH, None
+            if self.is_complete(position):
+                return output, FinishReason.STOP, None
             output.append(self.token(position))
             if len(output) == self.stops_after:
                 return output, FinishReason.STOP, None
@@ -88,6 +99,17 @@ class Span(NamedTuple):
     end: int
 
 
+class Results(NamedTuple):
+    """What came of a plan."""
+
+    tokens: list[list[int]]
+    """Of each entry."""
+    failed: set[int]
+    """Entries that gave no finite logits."""
+    complete: set[int]
+    """Entries after whose tokens nothing may follow."""
+
+
 class FakeDevice:
     """Runs plans and asserts at each entry that it reads its own sequence's tokens only."""
 
@@ -101,11 +123,12 @@ class FakeDevice:
         self._slots: dict[int, Slot] = {}
         self._sampled: set[tuple[str, int]] = set()
 
-    def run(self, plan: StepPlan) -> tuple[list[list[int]], set[int]]:
-        """Run a plan: the tokens of each entry, and the entries that gave no finite logits."""
+    def run(self, plan: StepPlan) -> Results:
+        """Run a plan."""
         self._receive(plan)
         tokens: list[list[int]] = [[] for _ in plan.entries]
         failed: set[int] = set()
+        complete: set[int] = set()
         for step in range(plan.num_steps):
             spans = list(self._spans(plan, step))
             for span in spans:
@@ -119,9 +142,14 @@ class FakeDevice:
                 if self._is_broken(span):
                     self._slots[span.entry.slot].ended = True
                     failed.add(span.index)
+                elif span.entry.samples and self._slots[span.entry.slot].request.is_complete(
+                    span.end
+                ):
+                    self._slots[span.entry.slot].ended = True
+                    complete.add(span.index)
                 elif span.entry.samples:
                     tokens[span.index].append(self._sample(span))
-        return tokens, failed
+        return Results(tokens, failed, complete)
 
     def _spans(self, plan: StepPlan, step: int) -> Iterator[Span]:
         """What one step of a plan computes."""

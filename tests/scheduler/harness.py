@@ -19,7 +19,7 @@ from scheduler import (
     Update,
 )
 from scheduler.step_time import StepCost
-from tests.scheduler.device import FakeDevice, Request
+from tests.scheduler.device import FakeDevice, Request, Results
 
 
 def make_config(**limits: Any) -> SchedulerConfig:
@@ -52,7 +52,7 @@ class Harness:
         config = make_config(**limits)
         self.scheduler = Scheduler(config, pool, admission, space, clock=clock, cost=cost)
         self.device = FakeDevice(page_size)
-        self.in_flight: deque[tuple[StepPlan, list[list[int]], set[int]]] = deque()
+        self.in_flight: deque[tuple[StepPlan, Results]] = deque()
         self.requests: list[Request] = []
 
     def add(
@@ -63,6 +63,7 @@ class Harness:
         seed: int | None = None,
         breaks_at: int | None = None,
         stops_after: int | None = None,
+        completes_after: int | None = None,
         ends_on_device: bool = True,
         **options: Any,
     ) -> Request:
@@ -72,7 +73,7 @@ class Harness:
             prompt = [1000 * (number + 1) + position for position in range(prompt)]
         seq = Sequence(f"seq-{number}", list(prompt), max_tokens, **options)
         seed = number if seed is None else seed
-        request = Request(seq, seed, breaks_at, stops_after, ends_on_device)
+        request = Request(seq, seed, breaks_at, stops_after, completes_after, ends_on_device)
         self.scheduler.add(seq)
         self.requests.append(request)
         self.device.requests[seq.seq_id] = request
@@ -89,13 +90,13 @@ class Harness:
         self._check_steps(plan)
         self._check_preemption(plan, running)
         self._check_progress(plan, running, in_decode, is_complete)
-        self.in_flight.append((plan, *self.device.run(plan)))
+        self.in_flight.append((plan, self.device.run(plan)))
         return plan
 
     def collect(self) -> Update:
         """Update with the results of the oldest step in flight, and look for stop strings."""
-        plan, sampled, failed = self.in_flight.popleft()
-        update = self.scheduler.update(plan, sampled, failed)
+        plan, results = self.in_flight.popleft()
+        update = self.scheduler.update(plan, *results)
         self.scheduler.check()
         for index, count in update.accepted:
             assert plan.entries[index].samples

@@ -180,7 +180,7 @@ def test_plans_must_be_updated_in_order() -> None:
     harness.add(3, max_tokens=4)
     harness.dispatch()
     harness.dispatch()
-    plan, sampled, _ = harness.in_flight[1]
+    plan, (sampled, *_) = harness.in_flight[1]
     with pytest.raises(AssertionError, match="order"):
         harness.scheduler.update(plan, sampled)
 

@@ -68,9 +68,10 @@ def test_a_sequence_whose_tokens_the_host_must_see_makes_steps_single() -> None:
     assert harness.requests[1].seq.num_output == 6
 
 
-def test_a_sequence_that_waits_makes_steps_single() -> None:
+@pytest.mark.parametrize("options", [{"stop_ids": frozenset({99})}, {"text_may_end": True}])
+def test_a_sequence_that_waits_makes_steps_single(options: dict[str, Any]) -> None:
     harness = Harness(multi_step=8, max_num_seqs=1)
-    harness.add(4, max_tokens=9, stop_ids=frozenset({99}))
+    harness.add(4, max_tokens=9, **options)
     harness.add(4, max_tokens=9)
     harness.step()
     assert harness.step().num_steps == 1
@@ -119,9 +120,19 @@ def test_a_token_ends_a_row_for_the_rest_of_the_plan() -> None:
     [request] = harness.requests
     request.seq.stop_ids = frozenset({request.token(7)})
     harness.dispatch()
-    _, sampled, _ = harness.in_flight[0]
-    assert len(sampled[0]) <= 3
+    _, results = harness.in_flight[0]
+    assert len(results.tokens[0]) <= 3
     assert harness.collect().finished == (request.seq,)
+    assert harness.scheduler.stats.discarded_tokens == 0
+
+
+@pytest.mark.parametrize(("completes_after", "reason"), [(6, "stop"), (9, "length")])
+def test_what_nothing_may_follow_ends_with_what_it_has(completes_after: int, reason: str) -> None:
+    harness = Harness(multi_step=4)
+    request = harness.add(3, max_tokens=9, completes_after=completes_after)
+    harness.drain(asynchronous=True)
+    assert (request.seq.num_output, request.seq.finish_reason) == (completes_after, reason)
+    assert request.seq.stop_token is None
     assert harness.scheduler.stats.discarded_tokens == 0
 
 
@@ -130,7 +141,7 @@ def test_the_device_ends_a_row_for_the_plan_after_too() -> None:
     request = harness.add(3, max_tokens=20, stop_ids=EVERY)
     harness.dispatch()
     harness.dispatch()
-    assert [sampled for _, sampled, _ in harness.in_flight] == [[[request.token(3)]], [[]]]
+    assert [results.tokens for _, results in harness.in_flight] == [[[request.token(3)]], [[]]]
     harness.collect()
     assert harness.collect() == ((), ())
     assert harness.scheduler.stats.discarded_tokens == 0

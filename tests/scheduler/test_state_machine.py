@@ -92,6 +92,7 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
         "reads_prefix_cache": draw(rarely(st.just(False), True)),
         "breaks_at": draw(rarely(st.integers(0, 20), None)),
         "stops_after": draw(rarely(st.integers(1, 12), None)),
+        "completes_after": draw(rarely(st.integers(1, 12), None)),
         "ends_on_device": draw(rarely(st.just(False), True)),
     }
 

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 MOST_THREADS = 32
 """That fill masks."""
+MOST_NUMBERS = 2**30
+"""Of questions, so that they fit 32 bits; far more than are open at once."""
 
 
 class Ended(NamedTuple):
@@ -96,17 +98,19 @@ class Constraints:
 
     Args:
         grammars: compiles constraints.
-        num_rows: most rows of masks.
+        num_slots: of the engine.
+        num_rows: most sequence rows of a step.
         words: 32-bit words of a mask.
     """
 
-    def __init__(self, grammars: Grammars, num_rows: int, words: int) -> None:
+    def __init__(self, grammars: Grammars, num_slots: int, num_rows: int, words: int) -> None:
         self.grammars = grammars
+        self._num_slots = num_slots
         self._num_rows = num_rows
         self._words = words
         self._known: dict[Sequence, _Constraint] = {}
         self._questions: dict[int, _Question] = {}
-        self._numbers = itertools.cycle(range(1, 2**30))
+        self._numbers = itertools.count()
 
     def add(self, seq: Sequence, params: SamplingParams) -> None:
         """Constrain a sequence that has no output yet, if its request asks for that."""
@@ -126,7 +130,7 @@ class Constraints:
 
     def masks(self, plan: StepPlan) -> Masks:
         """The masks of a plan, by slot; all tokens of its sequences must be known."""
-        words = np.full((self._num_rows, self._stride), -1, np.int32)
+        words = np.full((self._num_slots, self._stride), -1, np.int32)
         question = _Question(
             [
                 _Limited(entry.slot, entry.seq, constraint, _unseen(entry.seq, constraint))
@@ -152,7 +156,7 @@ class Constraints:
             )
             for row, entry, constraint in self._limited(plan)
         ]
-        number = next(self._numbers)
+        number = next(self._numbers) % MOST_NUMBERS
         self._questions[number] = _Question(rows)
         return number, self._host.whom(number)
 

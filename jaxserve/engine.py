@@ -97,8 +97,8 @@ class Engine:
         self._meter = StepMeter(runner.spec.sizes.num_slots)
         self.grammars = Grammars(tokenizer, runner.spec.model.vocab_size, end_ids)
         """Constraints on text, compiled; may be used from any thread."""
-        rows = max(runner.spec.sizes.num_slots, runner.shapes.max_rows)
-        constraints = Constraints(self.grammars, rows, runner.spec.sizes.allowed_words)
+        sizes, rows = runner.spec.sizes, runner.shapes.max_rows
+        constraints = Constraints(self.grammars, sizes.num_slots, rows, sizes.allowed_words)
         self._constraints = constraints
         self._recorder = Recorder(scheduler, tokenizer, constraints, self._meter, end_ids, targets)
         self._samples = self._recorder.samples

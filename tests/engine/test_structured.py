@@ -11,7 +11,9 @@ from typing import Any
 import jsonschema
 import pytest
 
+from jaxserve.constraints import Constraints
 from jaxserve.sampling_params import SamplingParams
+from scheduler import StepPlan
 from tests.engine.asks import FORCE, assert_answers, sampled
 from tests.engine.mini import Mini, drain, greedy, logprobs, prompts, run, solo, tokens
 
@@ -314,6 +316,12 @@ def test_an_engine_without_masked_steps_says_so(
     monkeypatch.setattr(mini.runner, "masked_steps", "off")
     with pytest.raises(ValueError, match="masked_steps='auto'"):
         mini.engine().submit([3], SamplingParams(structured_outputs={"regex": "a"}))
+
+
+def test_masks_have_a_row_for_each_slot_whatever_the_step_has(mini: Mini) -> None:
+    words = mini.runner.spec.sizes.allowed_words
+    constraints = Constraints(mini.engine(eos=EOS).grammars, num_slots=3, num_rows=8, words=words)
+    assert constraints.masks(StepPlan((), (), ())).words.shape == (3, words)
 
 
 def test_equal_constraints_are_compiled_once(mini: Mini) -> None:

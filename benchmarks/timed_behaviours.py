@@ -5,7 +5,8 @@
 B48: the slowest step after warm-up against the median.  B49: gaps between the tokens of running
 streams while a long prompt is computed, against one chunk and one decode step.  B50: the step's
 time as the batch grows, and with one long context among short ones.  B51: host time per step on
-a model whose device time is nearly nothing, early and late.  Run it on an idle machine.
+a model whose device time is nearly nothing, early and late.  Steps are single, so that each is
+timed.  Run it on an idle machine.
 """
 
 from __future__ import annotations
@@ -117,6 +118,7 @@ def host_per_step() -> dict[str, Any]:
     llm = LLM(
         str(TINY), dtype="float32", max_num_seqs=32, max_model_len=256,
         max_num_batched_tokens=128, prefill_buckets=(64,), batch_buckets=(32,), num_kv_blocks=200,
+        multi_step=1,
     )  # fmt: skip
     ids = submit(llm, [8] * 32, 205)
     settle(llm)
@@ -135,7 +137,10 @@ def host_per_step() -> dict[str, Any]:
 
 def main() -> None:
     """Print one JSON object per behaviour."""
-    llm = LLM(max_num_seqs=16, max_model_len=1024, max_num_batched_tokens=80, prefill_buckets=(64,))
+    llm = LLM(
+        max_num_seqs=16, max_model_len=1024, max_num_batched_tokens=80, prefill_buckets=(64,),
+        multi_step=1,
+    )  # fmt: skip
     for name, measure in (
         ("B48", lambda: slowest_step(llm)),
         ("B49", lambda: long_prompt(llm)),

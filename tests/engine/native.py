@@ -17,7 +17,12 @@ from jaxserve.weights import CPUPacked, WeightLayout, serve
 from tests.engine.mini import CONFIG, OPTIONS, Mini, random_params
 from tests.oracle import Oracle
 
-OF_KERNELS: dict[str, Any] = {**OPTIONS, "dtype": "bfloat16", "block_size": 16}
+OF_KERNELS: dict[str, Any] = {
+    **OPTIONS,
+    "dtype": "bfloat16",
+    "block_size": 16,
+    "masked_steps": "auto",
+}
 
 
 def bfloat16_params() -> Params:

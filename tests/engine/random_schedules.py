@@ -27,7 +27,8 @@ Ask = tuple[list[int], SamplingParams]
 
 
 def requests() -> list[Ask]:
-    """Greedy and seeded, short and long, some with a common prefix of two pages."""
+    """Greedy and seeded, short and long, some with a common prefix of two pages, some constrained:
+    by what ends them early, and by what they could follow for ever."""
     shared = prompts([40], seed=5)[0]
     asked = [shared + tail for tail in prompts([1, 7, 16, 30], seed=6)]
     asked += prompts([1, 2, 15, 16, 17, 33, 64, 90], seed=7)
@@ -36,6 +37,8 @@ def requests() -> list[Ask]:
         {"temperature": 0.8, "seed": 1},
         {"temperature": 1.0, "seed": 2, "top_p": 0.9, "top_k": 20},
         {"temperature": 0, "presence_penalty": 0.7, "repetition_penalty": 1.1},
+        {"temperature": 1.0, "seed": 3, "structured_outputs": {"regex": "[a-z]{3}-[0-9]{2,4}"}},
+        {"temperature": 0, "structured_outputs": {"regex": "([a-m]{2}[0-9]{1,2};)*"}},
     ]
     return [
         (prompt, SamplingParams(max_tokens=4 + 3 * i % 13, ignore_eos=True, logprobs=3, **kind))
@@ -68,6 +71,8 @@ class Tally:
     swaps: int = 0
     prefix_hits: int = 0
     mixed_steps: int = 0
+    shared_dispatches: int = 0
+    """Steps beyond one of a dispatch."""
 
 
 def run_schedules(mini: Mini, asked: list[Ask], want: list[bytes], seeds: range) -> Iterator[Tally]:
@@ -97,6 +102,7 @@ def run_schedules(mini: Mini, asked: list[Ask], want: list[bytes], seeds: range)
         tally.swaps += engine.scheduler.stats.num_swaps
         tally.prefix_hits += stats.prefix_hit_tokens
         tally.mixed_steps += sum(n for s, n in stats.steps_by_shape.items() if "mixed" in s)
+        tally.shared_dispatches += stats.steps - stats.dispatches
         yield tally
 
 

@@ -76,6 +76,7 @@ def test_no_bit_depends_on_the_schedule(mini_native: Mini) -> None:
     assert tally.preemptions > 20
     assert tally.prefix_hits > 1000
     assert tally.mixed_steps > 1000
+    assert tally.shared_dispatches > 1000
     assert counter.count == 0
 
 

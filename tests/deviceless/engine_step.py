@@ -76,6 +76,7 @@ def main() -> None:
                 "attention": spec.attention,
                 "layers": spec.model.num_layers,
                 "layer_bytes": layer_bytes,
+                "logits_bytes": 4 * rows * spec.model.vocab_size,
                 "donated_bytes": layer_bytes * spec.model.num_layers
                 + sum(map(num_bytes, spec.sizes.abstract())),
             }

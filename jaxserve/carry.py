@@ -50,7 +50,7 @@ class Carry(NamedTuple):
     bias_ids: jax.Array  # i32[slots, MAX_LOGIT_BIAS], vocab where unused
     bias_values: jax.Array  # f32[slots, MAX_LOGIT_BIAS]
     end_ids: jax.Array  # i32[slots, MAX_STOP_IDS], vocab where unused
-    ended: jax.Array  # bool[slots], by a token of end_ids or by logits that are not finite
+    ended: jax.Array  # bool[slots], by a token of end_ids, by its constraint, or by broken logits
     allowed: jax.Array  # i32[slots, ceil(vocab / 32)], packed bits of what a request allows
 
 

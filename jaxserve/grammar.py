@@ -35,8 +35,8 @@ JSON_SLICES = (
 )
 """Parts of the vocabulary of which llguidance finds out at once whether all of it may follow.
 
-Its own have strings of at most 10 and 30 characters.  Shorter ones save a seventh of a mask's time
-in strings of bounded length, and cost nothing elsewhere.
+Its own have strings of at most 10 and 30 characters.  Shorter ones save a third of a mask's time in
+strings of bounded length, and cost nothing elsewhere.
 """
 WORD_SLICES = (
     *(f"[a-z][a-z]{{0,{longest - 1}}}" for longest in (3, 6, 9)),

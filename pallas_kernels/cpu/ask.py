@@ -83,7 +83,9 @@ class HostAnswers:
         self.words = np.zeros((num_rows, stride), np.int32)
         self._method = weakref.WeakMethod(answer)
         arrays = (self.asks, self.token, self.words, self.stops)
-        self._memory = _Memory(_Answer(self._answer), *(x.ctypes.data for x in arrays), stride)
+        # Kept beside the structure: a thread may be about to call it when `close` takes it out.
+        self._callback = _Answer(self._answer)
+        self._memory = _Memory(self._callback, *(x.ctypes.data for x in arrays), stride)
         _kept.append(self)
 
     def whom(self, number: int) -> tuple[int, int, int]:

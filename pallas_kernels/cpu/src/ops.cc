@@ -402,7 +402,6 @@ ffi::Error RotateWriteAttend(ffi::ThreadPool pool, Buffer qkv, Buffer used, Buff
   return ffi::Error::Success();
 }
 
-#define POOL Ctx<ffi::ThreadPool>()
 // `after` only says when: once it is known.
 ffi::Error Ask(Buffer whom, Buffer asks, Buffer token, Buffer after, Result words, Result stops) {
   ask(data<const int32_t>(whom), dim(asks, 0), int(words->dimensions()[1]),
@@ -411,6 +410,7 @@ ffi::Error Ask(Buffer whom, Buffer asks, Buffer token, Buffer after, Result word
   return ffi::Error::Success();
 }
 
+#define POOL Ctx<ffi::ThreadPool>()
 #define IN Arg<Buffer>()
 #define OUT Ret<Buffer>()
 #define MORE RemainingArgs()

@@ -171,6 +171,18 @@ def test_a_step_that_asks_is_one_of_several_in_a_dispatch(mini: Mini) -> None:
         assert stats.dispatches == stats.steps
 
 
+@pytest.mark.parametrize("length", range(5, 9))
+@each_loop
+def test_a_text_may_be_complete_in_any_step_of_a_dispatch(
+    mini: Mini, asynchronous: bool, length: int
+) -> None:
+    engine = mini.engine(eos=EOS, multi_step=4, asynchronous=asynchronous)
+    ask = greedy(30, structured_outputs={"regex": f"[a-m]{{{length}}}"})
+    output = run(engine, [(prompts([20])[0], ask)])[0]
+    assert (output.outputs[0].finish_reason, output.error) == ("stop", None)
+    assert len(output.outputs[0].text) == length
+
+
 def test_an_answer_that_fails_ends_those_who_wait_for_it(
     mini: Mini, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,15 +17,21 @@ from jaxserve.cli.options import engine_options, field_option
 from jaxserve.config import EngineConfig
 from jaxserve.server.config import ServerConfig
 
+_REPEATABLE = {"served_model_name": "NAME", "allowed_origins": "ORIGIN"}
+"""Fields that hold several values, and what one of them is called."""
+
 
 def server_options(function: Decorated) -> Decorated:
     """Add a flag per field of ServerConfig; the verb gets them by name."""
     hints = typing.get_type_hints(ServerConfig)
     for field in reversed(dataclasses.fields(ServerConfig)):
         text = field.metadata["help"]
-        if field.name == "served_model_name":
+        if field.name in _REPEATABLE:
             function = click.option(
-                "--served-model-name", metavar="NAME", multiple=True, help=f"{text}  Repeatable."
+                f"--{field.name.replace('_', '-')}",
+                metavar=_REPEATABLE[field.name],
+                multiple=True,
+                help=f"{text}  Repeatable.",
             )(function)
         else:
             hint = hints[field.name]

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.routing import Route
 
@@ -62,7 +63,10 @@ def make_app(
     known = frozenset(route.path for route in routes)
     app = Starlette(
         routes=routes,
-        middleware=[Middleware(Gate, api_key=config.api_key, metrics=metrics, paths=known)],
+        middleware=[
+            *_cors(config.allowed_origins),
+            Middleware(Gate, api_key=config.api_key, metrics=metrics, paths=known),
+        ],
         exception_handlers={
             HTTPException: on_http_exception,
             RequestError: on_request_error,
@@ -94,6 +98,24 @@ def _routes() -> list[Route]:
         Route("/metrics", admin.metrics, methods=_GET),
         Route("/openapi.json", openapi, methods=_GET),
         Route("/", admin.status_page, methods=_GET),
+    ]
+
+
+def _cors(origins: tuple[str, ...]) -> list[Middleware]:
+    """What lets pages of these origins ask; around the gate, as a browser's preflight has no key.
+
+    A page must send the key itself, in its header: a browser adds no credentials of its own.
+    """
+    if not origins:
+        return []
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=[*_GET, *_POST],
+            allow_headers=["*"],  # clients of OpenAI's API send a dozen of their own
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     ]
 
 

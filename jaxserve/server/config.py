@@ -5,10 +5,12 @@ Knows names, bounds and defaults.  Knows no HTTP library.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
 MIB = 2**20
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s,*]+")
 
 
 def _option(default: Any, doc: str) -> Any:
@@ -32,6 +34,9 @@ class ServerConfig:
     )
     api_key: str | None = _option(
         None, "Bearer token that requests must carry; anyone may ask if absent."
+    )
+    allowed_origins: tuple[str, ...] = _option(
+        (), 'Web pages that may ask from a browser, such as "https://chat.example"; "*" is all.'
     )
     max_queue: int = _option(
         1024, "Samples that may wait for a slot; a request that finds more is told to come back."
@@ -65,6 +70,12 @@ class ServerConfig:
             raise ValueError("api_key is empty; leave it out to let anyone ask")
         if any(not name for name in self.served_model_name):
             raise ValueError("served_model_name has an empty name; leave it out")
+        for origin in self.allowed_origins:
+            if not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"allowed_origins has {origin!r}; an origin is a scheme, a host and perhaps a "
+                    'port, such as "http://localhost:3000", without a path; "*" is every page'
+                )
 
     @property
     def max_body_bytes(self) -> int:

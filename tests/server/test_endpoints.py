@@ -238,6 +238,41 @@ def test_a_bug_in_the_middle_of_a_stream_ends_it_with_an_error(
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
+PAGE = "http://localhost:3000"
+
+
+@pytest.mark.parametrize(
+    ("allowed", "answered"),
+    [((), None), ((PAGE,), PAGE), (("https://other", PAGE), PAGE), (("*",), "*")],
+)
+def test_pages_of_allowed_origins_may_ask(allowed: tuple[str, ...], answered: str | None) -> None:
+    async def main() -> None:
+        llm = AsyncLLM.over(scripted_model(ScriptedEngine()))
+        config = ServerConfig(allowed_origins=allowed, api_key="secret")
+        transport = httpx.ASGITransport(make_app(llm, config, Metrics("scripted")))
+        preflight = {
+            "origin": PAGE,
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,content-type,x-stainless-os",
+        }
+        async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
+            asked = await client.options(COMPLETIONS, headers=preflight)
+            assert asked.headers.get("access-control-allow-origin") == answered
+            assert asked.is_success == (answered is not None)
+            # Its script can read what was wrong, and when to come back.
+            response = await client.post(COMPLETIONS, json={}, headers={"origin": PAGE})
+            refused(response, "API key", status=401)
+            assert response.headers.get("access-control-allow-origin") == answered
+            exposed = response.headers.get("access-control-expose-headers", "")
+            assert ("Retry-After" in exposed) == (answered is not None)
+            other = await client.get("/health", headers={"origin": "http://elsewhere"})
+            expected = "*" if answered == "*" else None
+            assert other.headers.get("access-control-allow-origin") == expected
+        await llm.close()
+
+    asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -248,6 +283,9 @@ def test_a_bug_in_the_middle_of_a_stream_ends_it_with_an_error(
         ("keep_alive_s", 0),
         ("api_key", ""),
         ("served_model_name", ("",)),
+        ("allowed_origins", ("http://localhost:3000/",)),
+        ("allowed_origins", ("localhost:3000",)),
+        ("allowed_origins", ("http://a,http://b",)),
     ],
 )
 def test_settings_out_of_range(name: str, value: object) -> None:

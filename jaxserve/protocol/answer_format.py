@@ -100,10 +100,14 @@ class AnswerFormat:
 
     @cached_property
     def forced(self) -> AnswerFormat:
-        """The format of an answer that must consist of calls."""
-        fields = self.template["fields"]
-        if CALLS in fields:
+        """The format of an answer that must consist of calls.
+
+        The model's own where it is known how calls are written in it, and else a JSON list: there
+        calls can be enforced, which `tool_choice` promises.
+        """
+        if self.call_syntax is not None:
             return self
+        fields = self.template["fields"]
         reasoning = {name: fields[name] for name in REASONING if name in fields}
         template = {**self.template, "fields": {**CALLS_ONLY["fields"], **reasoning}}
         return AnswerFormat(template, self._tokenizer)

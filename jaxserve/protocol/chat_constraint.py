@@ -32,8 +32,7 @@ def chat_constraint(
     """The constraint that a request puts on its answer, if it puts one.
 
     Raises:
-        RequestError: two fields constrain the answer, or the model's format of calls is not one
-            that can be enforced.
+        RequestError: two fields constrain the answer.
     """
     asked = constraint(request.response_format, request.structured_outputs)
     use = request.tool_use()
@@ -57,11 +56,7 @@ def _forced_calls(
     from jaxserve.protocol.answer_format import forced_format
 
     forced = forced_format(answer_format)
-    if forced.call_syntax is None:
-        raise RequestError(
-            "tool_choice: calls cannot be enforced in this model's format; use 'auto'",
-            "tool_choice",
-        )
+    assert forced.call_syntax is not None
     rules = calls_grammar(
         forced.call_syntax,
         {tool.function.name: tool.function.parameters for tool in use.tools},

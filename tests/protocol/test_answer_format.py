@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from jaxserve.protocol import Prompt, RequestError
+from jaxserve.protocol import Prompt
 from jaxserve.protocol.answer_format import AnswerFormat
 from jaxserve.protocol.answer_templates import BUILT_IN, detect
 from jaxserve.protocol.parts import Reasoning
@@ -286,9 +286,13 @@ def test_marks_are_those_of_the_tokenizer():
     assert marks.lark("") == '""'
 
 
-@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
-def test_a_format_whose_calls_cannot_be_enforced_says_so(choice):
-    request = chat(tools=[tool("f")], tool_choice=choice)
-    with pytest.raises(RequestError, match="cannot be enforced") as caught:
-        request.sampling_params(built_in("qwen3-coder"))
-    assert caught.value.param == "tool_choice"
+@pytest.mark.parametrize("name", ["qwen3-coder", "qwen3.5", "think"])
+def test_where_calls_cannot_be_enforced_in_a_models_own_format_they_are_a_list(name):
+    text = '[{"name": "clock", "arguments": {}}, {"name": "clock", "arguments": {"zone": "x"}}]'
+    reasoning = "" if name == "qwen3-coder" else "<think>Why?</think>\n"
+    found = message(reasoning + text, name, tool_choice="required", **TOOLS)
+    assert calls_of(found) == [("clock", {}), ("clock", {"zone": "x"})]
+    assert (found["content"], found.get("reasoning")) == (None, "Why?" if reasoning else None)
+    # Free calls are still read in the format of the model.
+    found = message(reasoning + text, name, **TOOLS)
+    assert not calls_of(found)

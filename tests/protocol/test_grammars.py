@@ -27,7 +27,7 @@ LL_TOKENIZERS = {
     )
     for kind, tokenizer in TOKENIZERS.items()
 }
-FORMATS = ["qwen3", "hermes", "llama3-json", "think", None]
+FORMATS = ["qwen3", "hermes", "qwen3-coder", "qwen3.5", "llama3-json", "think", None]
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
 TURN = "<|im_start|>assistant\n"
 NAMED = {"type": "function", "function": {"name": "clock"}}

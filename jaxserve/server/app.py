@@ -22,7 +22,6 @@ from jaxserve.protocol import RequestError
 from jaxserve.server import admin, tokens
 from jaxserve.server.config import ServerConfig
 from jaxserve.server.errors import (
-    on_bug,
     on_dead_engine,
     on_disconnect,
     on_http_exception,
@@ -72,7 +71,6 @@ def make_app(
             RequestError: on_request_error,
             EngineDeadError: on_dead_engine,
             ClientDisconnect: on_disconnect,
-            Exception: on_bug,
         },
         lifespan=_lifespan,
     )

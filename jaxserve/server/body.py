@@ -22,12 +22,21 @@ async def read_json(request: Request, max_bytes: int) -> Any:
     """The decoded body.
 
     Raises:
-        RequestError: another media type (415), too large (413), or not JSON (400).
+        RequestError: another media type or a compressed body (415), too large (413), or not JSON
+            (400).
     """
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if media_type not in _TYPES and not media_type.endswith("+json"):
         raise RequestError(
             f"content-type {media_type!r} is not supported; send application/json",
+            None,
+            "unsupported_media_type",
+            415,
+        )
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("identity", ""):
+        raise RequestError(
+            f"content-encoding {encoding!r} is not supported; send the body as it is",
             None,
             "unsupported_media_type",
             415,

@@ -84,6 +84,6 @@ async def on_disconnect(request: Request, error: Exception) -> Response:
     return Response(status_code=400)
 
 
-async def on_bug(request: Request, error: Exception) -> Response:
-    """Handler of everything else; the server logs the traceback."""
-    return error_response(RequestError(INTERNAL, None, "internal_error", 500))
+def bug() -> RequestError:
+    """What a client is told of an error of ours; the traceback is the log's."""
+    return RequestError(INTERNAL, None, "internal_error", 500)

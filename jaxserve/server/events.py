@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from jaxserve.outputs import Delta
 from jaxserve.protocol import RequestError, error_body
 from jaxserve.server.disconnect import aborted_on_disconnect
-from jaxserve.server.errors import INTERNAL
+from jaxserve.server.errors import bug
 from jaxserve.server.service import Open, Service
 
 log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class EventStream:
             last = await self._send_until_the_end(send)
         except Exception:  # a bug, but the client must not wait for what will not come
             log.exception("the stream of %s failed", self._entry.response_id)
-            last = _error_frame(RequestError(INTERNAL, None, "internal_error", 500))
+            last = _error_frame(bug())
         await send({"type": "http.response.body", "body": last + _DONE, "more_body": False})
 
     async def _send_until_the_end(self, send: Send) -> bytes:

@@ -1,19 +1,24 @@
-"""What every request passes: the API key, and the count of responses.
+"""What every request passes: the API key, the count of responses, an answer even to a bug.
 
 A plain ASGI application around another one, so that streams are not touched.
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 
-from starlette.datastructures import Headers
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxserve.protocol import RequestError
-from jaxserve.server.errors import error_response
+from jaxserve.server.errors import bug, error_response
 from jaxserve.server.metrics import Metrics
 
+log = logging.getLogger(__name__)
+
+REQUEST_ID = "x-request-id"
+"""A client's name for its request, which every response to it repeats."""
 OPEN_PATHS = frozenset(
     {"/", "/health", "/ready", "/version", "/metrics", "/server_status", "/openapi.json"}
 )
@@ -21,7 +26,7 @@ OPEN_PATHS = frozenset(
 
 
 class Gate:
-    """Refuses requests without the key and counts the others by path and status."""
+    """Refuses requests without the key, and counts responses by path and status."""
 
     def __init__(
         self, app: ASGIApp, api_key: str | None, metrics: Metrics, paths: frozenset[str]
@@ -35,7 +40,7 @@ class Gate:
             paths: the paths that are counted by their name; all others count as one.
         """
         self._app = app
-        self._key = None if api_key is None else f"Bearer {api_key}".encode()
+        self._key = None if api_key is None else api_key.encode()
         self._metrics = metrics
         self._paths = paths
 
@@ -44,27 +49,49 @@ class Gate:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        path = scope["path"]
+        path = _route_path(scope)
         handler = path if path in self._paths else "other"
+        given = Headers(scope=scope)
+        has_started = False
 
         async def counted(message: Message) -> None:
+            nonlocal has_started
             if message["type"] == "http.response.start":
+                has_started = True
                 self._metrics.count_response(scope["method"], handler, message["status"])
+                if (name := given.get(REQUEST_ID)) is not None:
+                    MutableHeaders(scope=message).setdefault(REQUEST_ID, name)
             await send(message)
 
-        if self._is_allowed(scope, path):
+        if path not in OPEN_PATHS and not self._has_key(given):
+            await error_response(_no_key())(scope, receive, counted)
+            return
+        try:
             await self._app(scope, receive, counted)
-        else:
-            error = RequestError(
-                'this server needs an API key; send it as "Authorization: Bearer KEY"',
-                None,
-                "invalid_api_key",
-                401,
-            )
-            await error_response(error)(scope, receive, counted)
+        except Exception:
+            if has_started:
+                raise  # there is no other way left to say it than a closed connection
+            log.exception("%s %s failed", scope["method"], path)
+            await error_response(bug())(scope, receive, counted)
 
-    def _is_allowed(self, scope: Scope, path: str) -> bool:
-        if self._key is None or path in OPEN_PATHS:
+    def _has_key(self, given: Headers) -> bool:
+        if self._key is None:
             return True
-        given = Headers(scope=scope).get("authorization", "").encode("latin-1")
-        return secrets.compare_digest(given, self._key)
+        scheme, _, key = given.get("authorization", "").partition(" ")
+        right = secrets.compare_digest(key.strip().encode("latin-1"), self._key)
+        return right and scheme.lower() == "bearer"
+
+
+def _route_path(scope: Scope) -> str:
+    """The path without the prefix under which a proxy shows the server."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def _no_key() -> RequestError:
+    return RequestError(
+        'this server needs an API key; send it as "Authorization: Bearer KEY"',
+        None,
+        "invalid_api_key",
+        401,
+    )

@@ -6,6 +6,7 @@ Knows OpenAPI 3.1.
 from __future__ import annotations
 
 import functools
+import re
 from typing import Any
 
 import msgspec
@@ -54,6 +55,7 @@ _POSTED = {
 }
 _GOT = {
     "/v1/models": "The served names of the model",
+    "/v1/models/{model}": "One of them",
     "/tokenizer_info": "Special tokens and chat template",
     "/health": "Whether the server lives",
     "/ready": "Whether new requests are welcome",
@@ -69,7 +71,9 @@ _OTHER_TYPES = {"/metrics": "text/plain"}
 
 async def openapi(request: Request) -> Response:
     """The description."""
-    return json_response(description())
+    root: str = request.scope.get("root_path", "")
+    where = {"servers": [{"url": root}]} if root else {}
+    return json_response(description() | where)
 
 
 @functools.cache
@@ -118,8 +122,13 @@ def _post(path: str, asked: Any, answer: Any, summary: str, error: Any) -> dict[
 def _get(path: str, summary: str, error: Any) -> dict[str, Any]:
     kind = _OTHER_TYPES.get(path, _JSON)
     schema = {"type": "object" if kind == _JSON else "string"}
+    named = [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
     return {
         "summary": summary,
+        **({"parameters": named} if named else {}),
         "responses": {
             "200": {"description": summary, "content": {kind: {"schema": schema}}},
             "4XX": error,

@@ -30,6 +30,8 @@ from tests.server.requests import (
 )
 from tests.server.scripted import PATIENCE_S, ScriptedEngine, scripted_model
 
+PAGE = "http://localhost:3000"
+
 
 def test_health_version_and_info(client: httpx.Client) -> None:
     assert client.get("/health").status_code == 200
@@ -152,7 +154,7 @@ def test_the_description_fits_what_is_served(client: httpx.Client) -> None:
         valid(content["schema"], error.json())
     for path, operations in served["paths"].items():
         if "get" in operations:
-            assert client.get(path).status_code == 200
+            assert client.get(path.replace("{model}", "tiny")).status_code == 200
 
 
 def test_responses_are_counted_by_path(client: httpx.Client) -> None:
@@ -197,15 +199,22 @@ def test_a_dead_engine_is_503_and_ends_its_streams_with_an_error() -> None:
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
 
-def test_a_bug_is_500_without_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_500_without_its_traceback(caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         llm = AsyncLLM.over(scripted_model(ScriptedEngine()))
-        app = make_app(llm, ServerConfig(), Metrics("scripted"))
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        app = make_app(llm, ServerConfig(allowed_origins=("*",)), Metrics("scripted"))
+        transport = httpx.ASGITransport(app)
         llm.tokenizer.encode = None  # type: ignore[assignment, method-assign]
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
-            response = await client.post(COMPLETIONS, json={"prompt": "a"})
+            named = {"origin": PAGE, "x-request-id": "mine"}
+            response = await client.post(COMPLETIONS, json={"prompt": "a"}, headers=named)
             refused(response, "log has the reason", status=500)
+            # A page can read it, its client can find it in a log, an alert can count it.
+            assert response.headers["access-control-allow-origin"] == "*"
+            assert response.headers["x-request-id"] == "mine"
+            counted = f'handler="{COMPLETIONS}",method="POST",status="500"'
+            assert counted in (await client.get("/metrics")).text
+        assert "'NoneType' object is not callable" in caplog.text
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
 
@@ -236,9 +245,6 @@ def test_a_bug_in_the_middle_of_a_stream_ends_it_with_an_error(
         assert not engine.outputs
 
     asyncio.run(asyncio.wait_for(main(), PATIENCE_S))
-
-
-PAGE = "http://localhost:3000"
 
 
 @pytest.mark.parametrize(

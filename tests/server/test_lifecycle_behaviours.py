@@ -145,7 +145,7 @@ def test_b43_a_request_that_can_never_fit_blocks_nobody(
 @pytest.fixture(scope="module")
 def short_queue(model_directory: Path, server_cache: Path):
     """A server in which two samples may wait, with other limits to run into."""
-    flags = ("--max-queue", 2, "--max-body-mib", 0.01)
+    flags = ("--max-queue", 2, "--max-body-mib", 0.01, "--root-path", "/behind/a/proxy")
     named = ("--served-model-name", "one", "--served-model-name", "two", "--api-key", "secret")
     with ServerProcess(model_directory, *flags, *named, cache=server_cache) as process:
         yield process
@@ -193,6 +193,9 @@ def test_an_api_key_is_needed_where_one_is_set(short_queue: ServerProcess) -> No
             refused(client.post("/abort_request", json={}, headers=headers), status=401)
         for path in ("/health", "/ready", "/version", "/metrics", "/server_status"):
             assert client.get(path).status_code == 200
+        assert client.get("/v1/models", headers={"authorization": "bearer secret"}).is_success
+        assert 'handler="/health"' in client.get("/metrics").text
+        assert client.get("/openapi.json").json()["servers"] == [{"url": "/behind/a/proxy"}]
         assert "secret" not in client.get("/server_info", headers=KEY).text
 
 

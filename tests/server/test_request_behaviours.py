@@ -109,6 +109,8 @@ def test_b34_paths_methods_and_types(client: httpx.Client) -> None:
             COMPLETIONS, content=b'{"prompt": "x"}', headers={"content-type": media_type}
         )
         refused(response, media_type, "application/json", status=415)
+    packed = {"content-type": "application/json", "content-encoding": "gzip"}
+    refused(client.post(COMPLETIONS, content=b"x", headers=packed), "gzip", status=415)
     for media_type in ("application/json; charset=utf-8", "Application/JSON"):
         response = client.post(
             COMPLETIONS,

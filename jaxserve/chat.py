@@ -11,13 +11,15 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-_OURS = frozenset(
+RESERVED = frozenset(
     {
         "add_generation_prompt",
         "chat_template",
+        "continue_final_message",
         "conversations",
         "messages",
         "return_assistant_tokens_mask",
+        "self",
         "tools",
     }
 )
@@ -95,7 +97,7 @@ def render(
             "this model has no chat template; use plain completions, or give a template with "
             "--chat-template"
         )
-    if taken := sorted(_OURS & set(variables)):
+    if taken := sorted(RESERVED & set(variables)):
         raise ValueError(f"template variable {taken[0]!r} is reserved; give it another name")
     try:
         rendered, _ = _renderer()(

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from jaxserve.carry import pack_ids
-from jaxserve.grammar import Grammars, first_line
+from jaxserve.grammar import Grammars, why
 from jaxserve.sampling_params import SamplingParams
 from jaxserve.structured import StructuredOutputsParams
 from pallas_kernels.cpu.ask import HostAnswers
@@ -207,7 +207,7 @@ class Constraints:
             constraint.num_seen += len(tokens)
             matcher = constraint.matcher
             if tokens and not matcher.consume_tokens(tokens):
-                question.broken.append((seq, first_line(matcher.get_error())))
+                question.broken.append((seq, why(matcher.get_error())))
                 stopped.append(row)
             elif matcher.is_stopped():
                 question.complete.append(seq)
@@ -217,7 +217,7 @@ class Constraints:
         self._fill(words, [(limited.constraint.matcher, limited.row) for limited in goes_on])
         for row, seq, constraint, _ in goes_on:
             if constraint.matcher.is_error():  # it has become too complex
-                question.broken.append((seq, first_line(constraint.matcher.get_error())))
+                question.broken.append((seq, why(constraint.matcher.get_error())))
                 stopped.append(row)
             if constraint.never is not None:
                 words[row, : self._words] &= constraint.never

@@ -114,7 +114,7 @@ class LLM:
                     list(conversation),
                     tools=tools,
                     add_generation_prompt=add_generation_prompt,
-                    **(chat_template_kwargs or {}),
+                    variables=chat_template_kwargs,
                 ),
             )
             for conversation in conversations
@@ -151,10 +151,21 @@ class LLM:
         return self._stream(text, ids, sampling_params or SamplingParams())
 
     def stream_chat(
-        self, messages: Seq[Message], sampling_params: SamplingParams | None = None, **template: Any
+        self,
+        messages: Seq[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        add_generation_prompt: bool = True,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Iterator[Delta]:
         """Answer one conversation, yielding what each step adds."""
-        ids = self.tokenizer.encode_chat(list(messages), **template)
+        ids = self.tokenizer.encode_chat(
+            list(messages),
+            tools=tools,
+            add_generation_prompt=add_generation_prompt,
+            variables=chat_template_kwargs,
+        )
         return self._stream(None, ids, sampling_params or SamplingParams())
 
     def close(self) -> None:

@@ -118,16 +118,16 @@ class Tokenizer:
         """Number of tokens; a model's embedding may have more rows."""
         return int(self.backend.get_vocab_size())
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, with_bos: bool = True) -> list[int]:
         """Token ids of plain text.
 
-        BOS is put in front if the tokenizer's own settings say so and the text does not begin
-        with it already; nothing is ever appended.  The text of special tokens is read as these
-        tokens, unlike in the content of chat messages.
+        BOS is put in front if the tokenizer's own settings say so, the text does not begin with
+        it already and it is wanted; nothing is ever appended.  The text of special tokens is read
+        as these tokens, unlike in the content of chat messages.
         """
         # Only a batch is encoded without holding the interpreter, which matters for long texts.
         (encoded,) = self.backend.encode_batch([text], add_special_tokens=False)
-        return self._with_bos(encoded.ids)
+        return self._with_bos(encoded.ids) if with_bos else list(encoded.ids)
 
     def encode_chat(
         self,
@@ -135,7 +135,7 @@ class Tokenizer:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         add_generation_prompt: bool = True,
-        **template_kwargs: Any,
+        variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a conversation, rendered with the chat template.
 
@@ -148,7 +148,7 @@ class Tokenizer:
                 are joined with nothing between.
             tools: JSON schemas of functions the template may describe.
             add_generation_prompt: end with the opening of the assistant's turn.
-            template_kwargs: further variables of the template.
+            variables: further ones of the template.
 
         Raises:
             ValueError: no template; no messages; a message or part that is not text; or the
@@ -162,7 +162,7 @@ class Tokenizer:
             mark(check_messages(messages)),
             tools=mark(tools),
             add_generation_prompt=add_generation_prompt,
-            variables={**self.special_tokens, **mark(template_kwargs)},
+            variables={**self.special_tokens, **mark(dict(variables or {}))},
         )
         return self._with_bos(self._guard.encode(rendered))
 

@@ -9,6 +9,7 @@ from msgspec import UNSET
 from jaxserve.outputs import CompletionOutput
 from jaxserve.protocol.chat_logprobs import chat_logprobs
 from jaxserve.protocol.chat_reader import ChatReader
+from jaxserve.protocol.chat_request import ChatCompletionRequest
 from jaxserve.protocol.chat_response import (
     AssistantMessage,
     ChatChoice,
@@ -22,26 +23,30 @@ if TYPE_CHECKING:
 
 
 def chat_choice(
-    sample: CompletionOutput, num_top: int, reader: ChatReader, tokenizer: Tokenizer
+    request: ChatCompletionRequest,
+    sample: CompletionOutput,
+    reader: ChatReader,
+    tokenizer: Tokenizer,
 ) -> ChatChoice:
     """A finished sample.
 
     Args:
+        request: what was asked.
         sample: what the engine made.
-        num_top: likely tokens named at each position, where log-probabilities are wanted.
         reader: takes the sample's text apart.
         tokenizer: for the bytes of tokens.
     """
     parts = reader.read(sample.text, ends=True)
     logprobs = None
     if sample.logprobs is not None:
-        logprobs = chat_logprobs(sample.token_ids, sample.logprobs, num_top, tokenizer)
+        logprobs = chat_logprobs(request, sample.token_ids, sample.logprobs, tokenizer)
     return ChatChoice(
         index=sample.index,
         message=_message(parts, reader),
         logprobs=logprobs,
         finish_reason=reader.finish_reason(sample.finish_reason),
         stop_reason=sample.stop_reason,
+        token_ids=sample.token_ids if request.return_token_ids else UNSET,
     )
 
 

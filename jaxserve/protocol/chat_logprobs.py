@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from jaxserve.outputs import Logprob
+from jaxserve.protocol.chat_request import ChatCompletionRequest
+from jaxserve.protocol.completion_logprobs import name_by_id
 
 if TYPE_CHECKING:
     from jaxserve.tokenizer import Tokenizer
@@ -39,28 +41,30 @@ class ChatLogprobs(msgspec.Struct, kw_only=True):
 
 
 def chat_logprobs(
+    request: ChatCompletionRequest,
     token_ids: Sequence[int],
     positions: Sequence[dict[int, Logprob]],
-    num_top: int,
     tokenizer: Tokenizer,
 ) -> ChatLogprobs:
-    """The entries of tokens, each with its `num_top` most likely candidates."""
+    """The entries of tokens, each with as many likely candidates as the request wants."""
     content = []
+    num_top = request.top_logprobs or 0
+
+    def entry(token_id: int, candidate: Logprob) -> dict[str, Any]:
+        by_id = request.return_tokens_as_token_ids
+        return {
+            "token": name_by_id(token_id) if by_id else candidate.decoded_token,
+            "logprob": candidate.logprob,
+            "bytes": list(tokenizer.token_bytes(token_id)),
+        }
+
     for token_id, position in zip(token_ids, positions, strict=True):
         # The sampled token is always in `position`, and last where it is not one of the top.
         by_rank = sorted(position.items(), key=lambda item: item[1].rank)[:num_top]
         content.append(
             TokenLogprob(
-                **_entry(token_id, position[token_id], tokenizer),
-                top_logprobs=[TopLogprob(**_entry(*item, tokenizer)) for item in by_rank],
+                **entry(token_id, position[token_id]),
+                top_logprobs=[TopLogprob(**entry(*item)) for item in by_rank],
             )
         )
     return ChatLogprobs(content=content)
-
-
-def _entry(token_id: int, entry: Logprob, tokenizer: Tokenizer) -> dict[str, Any]:
-    return {
-        "token": entry.decoded_token,
-        "logprob": entry.logprob,
-        "bytes": list(tokenizer.token_bytes(token_id)),
-    }

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxserve.protocol.errors import RequestError
-from jaxserve.protocol.messages import Message
+from jaxserve.protocol.messages import Message, template_variables
 from jaxserve.protocol.shared import LEAVE_OUT, Prompt, SharedFields
 from jaxserve.protocol.tools import Tool, ToolChoice, ToolUse, tool_use
 from jaxserve.sampling_params import SamplingParams
@@ -40,6 +40,8 @@ class ChatCompletionRequest(SharedFields, kw_only=True):
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     documents: list[Any] | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
 
     def sampling_params(
         self, answer_format: AnswerFormat | None = None, prompts: Sequence[Prompt] = ()
@@ -57,15 +59,18 @@ class ChatCompletionRequest(SharedFields, kw_only=True):
         from jaxserve.protocol.chat_constraint import chat_constraint
 
         self._refuse_unsupported()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
+        max_tokens = getattr(self, self._limit)
+        if max_tokens == 0:
+            raise RequestError(
+                f"{self._limit}=0 generates nothing; ask for at least 1", self._limit
+            )
         fields: dict[str, Any] = {}
         if answer_format is not None and answer_format.needs_special_tokens:
             fields["skip_special_tokens"] = False
         return self._params(
-            max_tokens=self.max_tokens
-            if self.max_completion_tokens is None
-            else self.max_completion_tokens,
+            max_tokens=max_tokens,
             logprobs=(self.top_logprobs or 0) if self.logprobs else None,
             structured_outputs=chat_constraint(self, answer_format, prompts),
             **fields,
@@ -88,25 +93,27 @@ class ChatCompletionRequest(SharedFields, kw_only=True):
         """
         if not self.messages:
             raise RequestError("messages=[] has nothing to answer", "messages")
-        kwargs = self.chat_template_kwargs or {}
-        reserved = sorted({"messages", "tools", "add_generation_prompt"} & kwargs.keys())
-        if reserved:
-            raise RequestError(
-                f"chat_template_kwargs has {reserved[0]!r}, which is a field of its own",
-                "chat_template_kwargs",
-            )
+        variables = template_variables(self.chat_template_kwargs)
         if self.reasoning_effort is not None:
-            kwargs = {"reasoning_effort": self.reasoning_effort, **kwargs}
+            variables = {"reasoning_effort": self.reasoning_effort, **variables}
         token_ids = tokenizer.encode_chat(
             [message.for_template() for message in self.messages],
             tools=self.tool_use().for_template(),
             add_generation_prompt=self.add_generation_prompt is not False,
-            **kwargs,
+            variables=variables,
         )
         return [Prompt(token_ids, None)]
 
-    def _constraining_field(self) -> str:
-        return "tools" if self.tool_use().is_forced else super()._constraining_field()
+    @property
+    def _limit(self) -> str:
+        """The field that says how many tokens there may be."""
+        return "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+
+    def _field_of(self, param: str | None) -> str | None:
+        if param == "structured_outputs" and self.tool_use().is_forced:
+            return "tools"
+        own = {"logprobs": "top_logprobs", "max_tokens": self._limit}
+        return own.get(param or "") or super()._field_of(param)
 
     def _refuse_unsupported(self) -> None:
         self._refuse(
@@ -117,6 +124,8 @@ class ChatCompletionRequest(SharedFields, kw_only=True):
             continue_final_message=LEAVE_OUT,
             chat_template="start the server with --chat-template",
             documents="put them into a message",
+            echo="use /v1/completions",
+            add_special_tokens="the chat template writes them",
         )
         for name in ("functions", "function_call", "audio", "web_search_options"):
             if getattr(self, name) is not None:  # even an empty one asks for another answer

@@ -48,6 +48,8 @@ class ChatChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    # With `return_token_ids`.
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionResponse(msgspec.Struct, kw_only=True):
@@ -59,6 +61,8 @@ class ChatCompletionResponse(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChatChoice]
     usage: Usage
+    # With `return_token_ids`.
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class ToolCallDelta(MessageToolCall, kw_only=True):
@@ -85,6 +89,8 @@ class ChunkChoice(msgspec.Struct, kw_only=True):
     logprobs: ChatLogprobs | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    # With `return_token_ids`.
+    token_ids: list[int] | UnsetType = UNSET
 
 
 class ChatCompletionChunk(msgspec.Struct, kw_only=True):
@@ -96,3 +102,5 @@ class ChatCompletionChunk(msgspec.Struct, kw_only=True):
     model: str
     choices: list[ChunkChoice]
     usage: Usage | UnsetType | None = UNSET
+    # With `return_token_ids`, in the first chunk of each sample.
+    prompt_token_ids: list[int] | UnsetType = UNSET

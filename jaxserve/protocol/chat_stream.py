@@ -48,7 +48,8 @@ class StreamedChat(StreamedAnswer):
         tokenizer: Tokenizer,
     ) -> None:
         super().__init__(request, prompts, head)
-        self._num_top = request.top_logprobs or 0
+        self._request = request
+        self._prompt = prompts[0]
         self._readers = readers
         self._tokenizer = tokenizer
 
@@ -58,7 +59,11 @@ class StreamedChat(StreamedAnswer):
             ChunkChoice(index=index, delta=MessageDelta(role="assistant", content=""))
             for index in range(len(self._readers))
         ]
-        return [self._chunk([choice], self._counts()) for choice in choices]
+        chunks = [self._chunk([choice], self._counts()) for choice in choices]
+        if self._wants_ids:
+            for chunk in chunks:
+                chunk.prompt_token_ids = self._prompt.token_ids
+        return list[msgspec.Struct](chunks)
 
     def push(
         self, prompt_index: int, delta: Delta, prompt_logprobs: PromptLogprobs | None = None
@@ -68,7 +73,8 @@ class StreamedChat(StreamedAnswer):
         reader = self._readers[delta.index]
         num_calls = reader.num_calls
         parts = reader.read(delta.text, ends=delta.finish_reason is not None)
-        if not parts and delta.finish_reason is None and not delta.logprobs:
+        has_tokens = bool(delta.token_ids) and self._wants_ids
+        if not (parts or delta.finish_reason or delta.logprobs or has_tokens):
             return []
         choice = ChunkChoice(
             index=delta.index,
@@ -76,13 +82,14 @@ class StreamedChat(StreamedAnswer):
             logprobs=self._logprobs(delta),
             finish_reason=reader.finish_reason(delta.finish_reason),
             stop_reason=delta.stop_reason,
+            token_ids=list(delta.token_ids) if self._wants_ids else UNSET,
         )
         return [self._chunk([choice], self._counts())]
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         if not delta.logprobs:
             return None
-        return chat_logprobs(delta.token_ids, delta.logprobs, self._num_top, self._tokenizer)
+        return chat_logprobs(self._request, delta.token_ids, delta.logprobs, self._tokenizer)
 
     def _chunk(self, choices: list[Any], counts: Usage | UnsetType | None) -> ChatCompletionChunk:
         head = self._head

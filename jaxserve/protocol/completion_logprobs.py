@@ -25,33 +25,46 @@ class CompletionLogprobs(msgspec.Struct, kw_only=True):
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
-    @property
-    def end_offset(self) -> int:
-        """Where the next token's text begins."""
-        return self.text_offset[-1] + len(self.tokens[-1]) if self.tokens else 0
-
 
 def completion_logprobs(
     token_ids: Sequence[int],
     positions: Sequence[dict[int, Logprob] | None],
     tokenizer: Tokenizer,
     offset: int = 0,
+    *,
+    named_by_id: bool = False,
 ) -> CompletionLogprobs:
-    """The lists for tokens and their candidates; the first token's text begins at `offset`."""
+    """The lists for tokens and their candidates.
+
+    Args:
+        token_ids: of the text, in order.
+        positions: their candidates; None for the first token of a prompt.
+        tokenizer: for the texts of tokens without candidates.
+        offset: where the first token's text begins.
+        named_by_id: tokens are called "token_id:5", which no two share, and not by their texts.
+    """
     result = CompletionLogprobs(tokens=[], token_logprobs=[], top_logprobs=[], text_offset=[])
     for token_id, position in zip(token_ids, positions, strict=True):
-        token = (
+        text = (
             tokenizer.token_text(token_id) if position is None else position[token_id].decoded_token
         )
-        result.tokens.append(token)
+        result.tokens.append(name_by_id(token_id) if named_by_id else text)
         result.token_logprobs.append(None if position is None else position[token_id].logprob)
-        result.top_logprobs.append(None if position is None else _by_text(position))
+        result.top_logprobs.append(None if position is None else _named(position, named_by_id))
         result.text_offset.append(offset)
-        offset += len(token)
+        offset += len(text)
     return result
 
 
-def _by_text(position: dict[int, Logprob]) -> dict[str, float]:
-    """Token text to log-probability; of tokens with one text the most likely stays."""
-    entries = sorted(position.values(), key=lambda entry: entry.rank, reverse=True)
-    return {entry.decoded_token: entry.logprob for entry in entries}
+def name_by_id(token_id: int) -> str:
+    """What vLLM calls a token whose text is not its name."""
+    return f"token_id:{token_id}"
+
+
+def _named(position: dict[int, Logprob], named_by_id: bool) -> dict[str, float]:
+    """Token name to log-probability; of tokens with one text the most likely stays."""
+    entries = sorted(position.items(), key=lambda item: item[1].rank, reverse=True)
+    return {
+        name_by_id(token_id) if named_by_id else entry.decoded_token: entry.logprob
+        for token_id, entry in entries
+    }

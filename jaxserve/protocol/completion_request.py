@@ -27,6 +27,8 @@ class CompletionRequest(SharedFields, kw_only=True):
     logprobs: int | None = None
     suffix: str | None = None
     best_of: int | None = None
+    # False: a text prompt gets no beginning-of-sequence token.
+    add_special_tokens: bool | None = None
 
     def sampling_params(
         self, answer_format: object = None, prompts: Sequence[Prompt] = ()
@@ -70,7 +72,8 @@ class CompletionRequest(SharedFields, kw_only=True):
 
     def _prompt(self, item: str | list[int], tokenizer: Tokenizer) -> Prompt:
         text = item if isinstance(item, str) else None
-        token_ids = tokenizer.encode(item) if isinstance(item, str) else item
+        wants_bos = self.add_special_tokens is not False
+        token_ids = tokenizer.encode(item, with_bos=wants_bos) if isinstance(item, str) else item
         if not token_ids:
             raise RequestError("prompt is empty: it has no token to continue from", "prompt")
         if text is None and self.echo:

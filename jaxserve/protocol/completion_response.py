@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Literal
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
 from jaxserve.outputs import CompletionOutput, Logprob, RequestOutput
 from jaxserve.protocol.completion_logprobs import CompletionLogprobs, completion_logprobs
@@ -24,6 +25,9 @@ class CompletionChoice(msgspec.Struct, kw_only=True):
     logprobs: CompletionLogprobs | None
     finish_reason: str | None
     stop_reason: int | str | None
+    # With `return_token_ids`: of this piece, and in a sample's first piece of its prompt.
+    token_ids: list[int] | UnsetType = UNSET
+    prompt_token_ids: list[int] | UnsetType = UNSET
 
 
 class CompletionResponse(msgspec.Struct, kw_only=True):
@@ -45,7 +49,7 @@ class CompletionChunk(msgspec.Struct, kw_only=True):
     created: int
     model: str
     choices: list[CompletionChoice]
-    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+    usage: Usage | UnsetType | None = UNSET
 
 
 def completion_choice(
@@ -64,11 +68,16 @@ def completion_choice(
         text = (prompt.text or "") + text
         token_ids = output.prompt_token_ids + token_ids
         positions = list(output.prompt_logprobs or ()) + positions
-    wanted = request.logprobs is not None
+    logprobs = None
+    if request.logprobs is not None:
+        named_by_id = bool(request.return_tokens_as_token_ids)
+        logprobs = completion_logprobs(token_ids, positions, tokenizer, named_by_id=named_by_id)
     return CompletionChoice(
         index=index,
         text=text,
-        logprobs=completion_logprobs(token_ids, positions, tokenizer) if wanted else None,
+        logprobs=logprobs,
         finish_reason=sample.finish_reason,
         stop_reason=sample.stop_reason,
+        token_ids=sample.token_ids if request.return_token_ids else UNSET,
+        prompt_token_ids=output.prompt_token_ids if request.return_token_ids else UNSET,
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-from msgspec import UnsetType
+from msgspec import UNSET, UnsetType
 
 from jaxserve.outputs import Delta
 from jaxserve.protocol.completion_logprobs import CompletionLogprobs, completion_logprobs
@@ -55,7 +55,9 @@ class StreamedCompletion(StreamedAnswer):
         logprobs = None
         if self._request.logprobs is not None:
             logprobs = self._logprobs(index, prompt_index, delta, echoed)
-        if not text and delta.finish_reason is None and not (logprobs and logprobs.tokens):
+        has_tokens = bool(delta.token_ids) and self._wants_ids
+        has_logprobs = logprobs is not None and bool(logprobs.tokens)
+        if not (text or delta.finish_reason or has_tokens or has_logprobs):
             return []
         choice = CompletionChoice(
             index=index,
@@ -63,6 +65,10 @@ class StreamedCompletion(StreamedAnswer):
             logprobs=logprobs,
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
+            token_ids=list(delta.token_ids) if self._wants_ids else UNSET,
+            prompt_token_ids=self._prompts[prompt_index].token_ids
+            if self._wants_ids and is_first
+            else UNSET,
         )
         return [self._chunk([choice], self._counts())]
 
@@ -73,9 +79,16 @@ class StreamedCompletion(StreamedAnswer):
         if echoed is not None:
             token_ids = echoed.token_ids + token_ids
             positions = [*self._prompt_logprobs[prompt_index], *positions]
-        logprobs = completion_logprobs(token_ids, positions, self._tokenizer, self._offsets[index])
-        if logprobs.tokens:
-            self._offsets[index] = logprobs.end_offset
+        logprobs = completion_logprobs(
+            token_ids,
+            positions,
+            self._tokenizer,
+            self._offsets[index],
+            named_by_id=bool(self._request.return_tokens_as_token_ids),
+        )
+        if token_ids:
+            last = self._tokenizer.token_text(token_ids[-1])
+            self._offsets[index] = logprobs.text_offset[-1] + len(last)
         return logprobs
 
     def _chunk(self, choices: list[Any], counts: Usage | UnsetType | None) -> CompletionChunk:

@@ -35,8 +35,12 @@ def request_error(error: ValueError) -> RequestError:
     if isinstance(error, RequestError):
         return error
     name = re.match(r"\w*", str(error))
-    known = name is not None and name[0] in SamplingParams.__dataclass_fields__
+    known = name is not None and name[0] in _FIELDS
     return RequestError(str(error), name[0] if name and known else None)
+
+
+_FIELDS = frozenset({"prompt", *SamplingParams.__dataclass_fields__})
+"""What the engine names at the beginning of a complaint."""
 
 
 def error_body(message: str, status: int, param: str | None, code: str | None) -> dict[str, Any]:

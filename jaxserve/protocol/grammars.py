@@ -6,9 +6,11 @@ Lark's notation, as llguidance reads it.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from jaxserve.json_schema import WHITESPACE, enforceable
 from jaxserve.protocol.errors import RequestError
 from jaxserve.structured import StructuredOutputsParams
 
@@ -18,8 +20,7 @@ if TYPE_CHECKING:
 
 _COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 """JSON as chat templates write it; a model has no other blanks to choose, or to lose itself in."""
-LOOSE = {"whitespace_pattern": r"(\n[ \t]{0,16}| )?"}
-"""JSON as it is allowed without reasoning, too (`jaxserve.grammar`)."""
+_NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
 def calls_grammar(
@@ -41,7 +42,7 @@ def calls_grammar(
     for index, (name, schema) in enumerate(functions.items()):
         before, after = syntax.around(name)
         rules[f"call_{index}"] = f"{marks.lark(before)} arguments_{index} {marks.lark(after)}"
-        rules[f"arguments_{index}"] = json_rule(schema or {"type": "object"}, compact=True)
+        rules[f"arguments_{index}"] = json_rule(_arguments(schema), compact=True)
     rules["call"] = " | ".join(f"call_{index}" for index in range(len(functions)))
     more = f" ({marks.lark(syntax.separator)} call)*" if allows_many else ""
     first, last = syntax.outer
@@ -53,7 +54,7 @@ def constraint_grammar(constraint: StructuredOutputsParams, marks: Marks) -> dic
     if constraint.regex is not None:
         return {"answer": _terminal(constraint.regex)}
     if constraint.choice is not None:
-        return {"answer": " | ".join(f"({marks.lark(text)})" for text in constraint.choice)}
+        return {"answer": _one_of(constraint.choice, marks)}
     if constraint.json is not None:
         return {"answer": json_rule(_schema(constraint.json))}
     return {"answer": json_rule({"type": "object"})} if constraint.json_object else None
@@ -65,8 +66,9 @@ def json_rule(schema: Mapping[str, Any], *, compact: bool = False) -> str:
     Raises:
         RequestError: the schema is nested too deeply.
     """
+    blanks = _COMPACT if compact else {"whitespace_pattern": WHITESPACE}
     try:
-        return f"%json {json.dumps({**schema, 'x-guidance': _COMPACT if compact else LOOSE})}"
+        return f"%json {json.dumps(enforceable(schema, **blanks))}"
     except RecursionError:
         raise RequestError("a JSON schema is nested too deeply to be enforced") from None
 
@@ -114,10 +116,32 @@ def _schema(schema: str | Mapping[str, Any]) -> Mapping[str, Any]:
     return decoded
 
 
+def _arguments(schema: Mapping[str, Any] | None) -> Mapping[str, Any]:
+    """A function's schema; one without parameters, or with an empty list of them, has none."""
+    if not schema:
+        return _NO_ARGUMENTS
+    open_ended = {"additionalProperties", "patternProperties"} & schema.keys()
+    is_empty = schema.get("type") == "object" and schema.get("properties") == {}
+    return _NO_ARGUMENTS if is_empty and not open_ended else schema
+
+
+def _one_of(choices: Sequence[str], marks: Marks) -> str:
+    """Alternatives: the texts as one expression, those with tokens in them one by one."""
+    texts = [text for text in choices if not marks.are_in(text)]
+    rules = [f"({marks.lark(text)})" for text in choices if marks.are_in(text)]
+    return " | ".join([_terminal("|".join(map(re.escape, texts))), *rules] if texts else rules)
+
+
 def _terminal(regex: str) -> str:
     """A regular expression as Lark writes it: between slashes, on one line."""
     text, is_escaped = "", False
     for char in regex:
-        text += "\\/" if char == "/" and not is_escaped else char
+        if char in _ESCAPES and not (char == "/" and is_escaped):
+            text = (text[:-1] if is_escaped else text) + _ESCAPES[char]
+        else:
+            text += char
         is_escaped = char == "\\" and not is_escaped
-    return "/" + text.replace("\n", "\\n").replace("\r", "\\r") + "/"
+    return f"/{text}/"
+
+
+_ESCAPES = {"/": "\\/", "\n": "\\n", "\r": "\\r"}

@@ -33,6 +33,10 @@ class Marks:
             frozenset(token.content for _, token in added if token.special),
         )
 
+    def are_in(self, text: str) -> bool:
+        """Whether any of them is."""
+        return any(mark in text for mark in self.ids)
+
     def lark(self, text: str) -> str:
         """A text in Lark's notation, the tokens in it by their ids.
 

@@ -6,14 +6,21 @@ from typing import Any, Literal
 
 import msgspec
 
+from jaxserve.chat import RESERVED
 from jaxserve.protocol.errors import RequestError
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
-    """A part of a message; only text is supported."""
+    """A part of a message; only text, and the text of a refusal, is supported."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def words(self) -> str | None:
+        """What it says, if it is of a supported type."""
+        return {"text": self.text, "refusal": self.refusal}.get(self.type)
 
 
 class Message(msgspec.Struct, kw_only=True):
@@ -24,6 +31,8 @@ class Message(msgspec.Struct, kw_only=True):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | list[ContentPart] | None = None
+    # Instead of content, in a past answer.
+    refusal: str | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -46,21 +55,36 @@ class Message(msgspec.Struct, kw_only=True):
         if isinstance(self.content, str):
             return self.content
         if self.content is None:
-            if self.tool_calls:
-                return ""
+            if self.tool_calls or self.refusal:
+                return self.refusal or ""
             raise RequestError(f"messages: the {self.role} message has no content", "messages")
         if not self.content:
             raise RequestError(
                 f"messages: the content of the {self.role} message is an empty list", "messages"
             )
         for part in self.content:
-            if part.type != "text" or part.text is None:
+            if part.words is None:
                 raise RequestError(
                     f"messages: a content part of type {part.type!r}; only parts of type 'text' "
                     "with a 'text' are supported",
                     "messages",
                 )
-        return "".join(part.text for part in self.content if part.text is not None)
+        return "".join(part.words or "" for part in self.content)
+
+
+def template_variables(given: dict[str, Any] | None) -> dict[str, Any]:
+    """The value of `chat_template_kwargs`, as the template's own variables.
+
+    Raises:
+        RequestError: one of them has a name that is not the caller's to give.
+    """
+    variables = given or {}
+    if taken := sorted(RESERVED & variables.keys()):
+        raise RequestError(
+            f"chat_template_kwargs has {taken[0]!r}, which is not a variable of the template's own",
+            "chat_template_kwargs",
+        )
+    return variables
 
 
 def _for_template(call: dict[str, Any]) -> dict[str, Any]:

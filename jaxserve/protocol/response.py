@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from msgspec import UNSET
+
 from jaxserve.outputs import RequestOutput
 from jaxserve.protocol.chat_answer import chat_choice
 from jaxserve.protocol.chat_reader import chat_readers
@@ -52,10 +54,11 @@ def response_body(
             created=created,
             model=model,
             choices=[
-                chat_choice(sample, request.top_logprobs or 0, reader, tokenizer)
+                chat_choice(request, sample, reader, tokenizer)
                 for sample, reader in zip(outputs[0].outputs, readers, strict=True)
             ],
             usage=usage(outputs),
+            prompt_token_ids=prompts[0].token_ids if request.return_token_ids else UNSET,
         )
     samples = [
         (prompt, output, sample)

@@ -63,14 +63,23 @@ class SharedFields(msgspec.Struct, kw_only=True):
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
+    # Ids beside the texts, which not every token has of its own.
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+
     bad_words: Any = None
+    cache_salt: Any = None
     guided_choice: Any = None
     guided_grammar: Any = None
     guided_json: Any = None
     guided_regex: Any = None
+    kv_transfer_params: Any = None
     logits_processors: Any = None
+    prompt_logprobs: int | None = None
+    thinking_token_budget: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
+    detokenize: bool | None = None
 
     def blame(self, error: ValueError) -> RequestError:
         """The engine's complaint as one about the field of this request that is its cause.
@@ -78,14 +87,17 @@ class SharedFields(msgspec.Struct, kw_only=True):
         What constrains an answer is one thing to the engine, and several fields here.
         """
         blamed = request_error(error)
-        field = self._constraining_field()
-        if blamed.param != "structured_outputs" or field == "structured_outputs":
+        field = self._field_of(blamed.param)
+        if field is None or field == blamed.param:
             return blamed
-        message = re.sub(r"^structured_outputs(\.\w+)?", field, str(error))
+        message = re.sub(rf"^{blamed.param}(\.\w+)?", field, str(error))
         return RequestError(message, field, blamed.code, blamed.status)
 
-    def _constraining_field(self) -> str:
-        return "structured_outputs" if self.structured_outputs else "response_format"
+    def _field_of(self, param: str | None) -> str | None:
+        """The field of this request that gave the engine a parameter."""
+        if param == "structured_outputs" and not self.structured_outputs:
+            return "response_format"
+        return param
 
     def _refuse(self, **remedies: str) -> None:
         """Refuse fields that would change the answer, unless their value is empty or false.
@@ -96,6 +108,13 @@ class SharedFields(msgspec.Struct, kw_only=True):
         for name, remedy in (_REFUSED | remedies).items():
             if getattr(self, name):
                 raise RequestError(f"{name} is not supported; {remedy}", name)
+        if self.prompt_logprobs is not None:
+            raise RequestError(
+                "prompt_logprobs is not supported; use echo and logprobs of /v1/completions",
+                "prompt_logprobs",
+            )
+        if self.detokenize is False:
+            raise RequestError(f"detokenize=false is not supported; {LEAVE_OUT}", "detokenize")
         if self.timeout is not None and not 0 < self.timeout < math.inf:
             raise RequestError(f"timeout={self.timeout} must be above 0 seconds", "timeout")
 
@@ -108,17 +127,20 @@ class SharedFields(msgspec.Struct, kw_only=True):
         try:
             return SamplingParams(**fields)
         except ValueError as error:
-            raise request_error(error) from error
+            raise self.blame(error) from error
 
 
 LEAVE_OUT = "leave it out"
 _REFUSED = {
     "bad_words": LEAVE_OUT,
+    "cache_salt": LEAVE_OUT,
     "guided_choice": "use structured_outputs.choice",
     "guided_grammar": "use structured_outputs.grammar",
     "guided_json": "use structured_outputs.json",
     "guided_regex": "use structured_outputs.regex",
+    "kv_transfer_params": LEAVE_OUT,
     "logits_processors": LEAVE_OUT,
+    "thinking_token_budget": LEAVE_OUT,
     "truncate_prompt_tokens": "send a shorter prompt",
     "use_beam_search": LEAVE_OUT,
 }

@@ -44,6 +44,7 @@ class StreamedAnswer(ABC):
         self._head = head
         self._wants_usage = options is not None and bool(options.include_usage)
         self._wants_counts = options is not None and bool(options.continuous_usage_stats)
+        self._wants_ids = bool(request.return_token_ids)
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
         self._num_tokens = 0
 

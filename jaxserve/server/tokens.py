@@ -13,7 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from jaxserve.protocol import RequestError, check_model, convert_body
-from jaxserve.protocol.messages import Message
+from jaxserve.protocol.messages import Message, template_variables
 from jaxserve.server.body import read_json
 from jaxserve.server.errors import client_errors, json_response
 from jaxserve.server.service import Service
@@ -29,6 +29,8 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     add_generation_prompt: bool | None = None
     tools: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    continue_final_message: bool | None = None
     return_token_strs: bool | None = None
 
 
@@ -63,6 +65,11 @@ async def tokenize(request: Request) -> Response:
         check_model(asked, service.names)
         if (asked.prompt is None) == (asked.messages is None):
             raise RequestError("give either prompt or messages", "prompt")
+        if asked.messages == []:
+            raise RequestError("messages=[] has nothing to encode", "messages")
+        for name in ("chat_template", "continue_final_message"):
+            if getattr(asked, name):
+                raise RequestError(f"{name} is not supported; leave it out", name)
         ids = await asyncio.to_thread(_token_ids, service, asked)
     texts = service.llm.tokenizer.token_text
     answer = TokenizeResponse(
@@ -81,12 +88,10 @@ def _token_ids(service: Service, asked: TokenizeRequest) -> list[int]:
             [message.for_template() for message in asked.messages],
             tools=asked.tools,
             add_generation_prompt=asked.add_generation_prompt is not False,
-            **(asked.chat_template_kwargs or {}),
+            variables=template_variables(asked.chat_template_kwargs),
         )
     assert asked.prompt is not None
-    if asked.add_special_tokens is False:
-        return list(tokenizer.backend.encode(asked.prompt, add_special_tokens=False).ids)
-    return tokenizer.encode(asked.prompt)
+    return tokenizer.encode(asked.prompt, with_bos=asked.add_special_tokens is not False)
 
 
 async def detokenize(request: Request) -> Response:

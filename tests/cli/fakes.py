@@ -55,11 +55,11 @@ class FakeTokenizer:
     chat_template = None
     response_template = None
 
-    def encode(self, text: str) -> list[int]:
+    def encode(self, text: str, *, with_bos: bool = True) -> list[int]:
         return list(text.encode())
 
-    def encode_chat(self, messages, *, tools=None, add_generation_prompt=True, **kwargs):
-        if kwargs.get("explode"):
+    def encode_chat(self, messages, *, tools=None, add_generation_prompt=True, variables=None):
+        if (variables or {}).get("explode"):
             raise RuntimeError("the template exploded")
         if not messages:
             raise ValueError("messages=[] has nothing to answer")

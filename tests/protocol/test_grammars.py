@@ -12,11 +12,10 @@ import llguidance.numpy
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
-from jaxserve.grammar import WHITESPACE
+from jaxserve.grammar import grammar_text
 from jaxserve.protocol import Prompt, RequestError
 from jaxserve.protocol.answer_format import AnswerFormat
 from jaxserve.protocol.answer_templates import BUILT_IN
-from jaxserve.protocol.grammars import LOOSE
 from tests.protocol.answers import CLOCK, WEATHER, chat, output, tool, whole
 from tests.protocol.tokenizers import marked_tokenizer
 
@@ -39,10 +38,7 @@ def answer_format(name, kind=False):
 
 def grammar_of(request, form, prompt=None):
     prompts = [] if prompt is None else [prompt]
-    constraint = request.sampling_params(form, prompts).structured_outputs
-    if constraint.grammar is None:
-        return LLMatcher.grammar_from_json_schema(constraint.json)
-    return LLMatcher.grammar_from_lark(constraint.grammar)
+    return grammar_text(request.sampling_params(form, prompts).structured_outputs)
 
 
 def accepts(grammar, text, kind=False):
@@ -135,15 +131,6 @@ def test_an_allowed_subset_of_tools():
     assert not accepts(grammar, '[{"name": "weather", "arguments": {"city": "x"}}]')
 
 
-def test_a_function_without_parameters_takes_any_object():
-    request = chat(
-        tools=[{"type": "function", "function": {"name": 'say "hi"'}}], tool_choice="required"
-    )
-    grammar = grammar_of(request, None)
-    assert accepts(grammar, r'[{"name": "say \"hi\"", "arguments": {}}]')
-    assert accepts(grammar, r'[{"name": "say \"hi\"", "arguments": {"x": [1]}}]')
-
-
 def test_each_schema_has_its_own_definitions():
     def with_definition(name, kind):
         made = tool(name)
@@ -192,8 +179,81 @@ def test_constraints_may_follow_reasoning(kind, body, fit, unfit):
         assert not accepts(grammar, first + unfit, kind)
 
 
-def test_blanks_in_json_are_those_allowed_without_reasoning():
-    assert LOOSE["whitespace_pattern"] == WHITESPACE
+@pytest.mark.parametrize("form", [None, "qwen3"])
+def test_blanks_in_json_are_bounded(form):
+    grammar = grammar_of(chat(response_format={"type": "json_object"}), answer_format(form))
+    assert accepts(grammar, '{\n  "a": [1, 2]\n}')
+    assert not accepts(grammar, '{\n\n"a": 1}')
+    assert not accepts(grammar, '{  "a": 1}')
+
+
+CHOICES = [*map(str, range(3000)), "a/b", "a\\/b", "x-y (z)|.*", "\n", "\\\n", "\r\n", "ü[1]\t"]
+
+
+@pytest.mark.parametrize("form", [None, "qwen3"])
+def test_any_number_of_choices_of_any_text(form):
+    grammar = grammar_of(chat(structured_outputs={"choice": CHOICES}), answer_format(form))
+    for text in ["0", "2999", *CHOICES[3000:]]:
+        assert accepts(grammar, text), text
+    for text in ["3000", "x-y z", "a//b", "n", "\\n"]:
+        assert not accepts(grammar, text), text
+
+
+@pytest.mark.parametrize("kind", [True, False])
+def test_choices_may_have_tokens_in_them(kind):
+    choices = {"choice": ["plain", "<tool_call>x"]}
+    grammar = grammar_of(chat(structured_outputs=choices), answer_format("qwen3", kind), None)
+    assert accepts(grammar, "plain", kind)
+    assert accepts(grammar, "<tool_call>x", kind)
+    assert not accepts(grammar, "<tool_call>", kind)
+
+
+@pytest.mark.parametrize("form", [None, "qwen3"])
+def test_formats_that_are_not_known_are_annotations(form):
+    schema = {
+        "type": "object",
+        "properties": {
+            "format": {"type": "string", "format": "password"},
+            "enum": {"enum": [{"format": "path"}]},
+            "day": {"$ref": "#/$defs/format"},
+        },
+        "required": ["format", "enum", "day"],
+        "$defs": {"format": {"anyOf": [{"type": "string", "format": "date"}]}},
+    }
+    body = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    grammar = grammar_of(chat(response_format=body), answer_format(form))
+    text = '{"format": "s", "enum": {"format":"path"}, "day": "2026-11-30"}'
+    assert accepts(grammar, text)
+    assert not accepts(grammar, text.replace("path", "other"))
+    assert not accepts(grammar, text.replace("2026-11-30", "today"))
+
+
+@pytest.mark.parametrize("form", [None, "qwen3"])
+def test_a_schemas_own_guidance_is_followed(form):
+    one_of = [{"type": "string"}, {"type": "string", "maxLength": 3}]
+    schema = {"oneOf": one_of, "x-guidance": {"coerce_one_of": True}}
+    grammar = grammar_of(chat(structured_outputs={"json": schema}), answer_format(form))
+    assert accepts(grammar, '"long enough"')
+
+
+@pytest.mark.parametrize(
+    ("parameters", "takes_others"),
+    [
+        (None, False),
+        ({}, False),
+        ({"type": "object", "properties": {}}, False),
+        ({"type": "object", "properties": {}, "additionalProperties": True}, True),
+        ({"type": "object"}, True),
+    ],
+)
+def test_a_function_without_parameters_gets_no_arguments(parameters, takes_others):
+    made = {"type": "function", "function": {"name": 'say "hi"'}}
+    if parameters is not None:
+        made["function"]["parameters"] = parameters
+    grammar = grammar_of(chat(tools=[made], tool_choice="required"), None)
+    assert accepts(grammar, r'[{"name": "say \"hi\"", "arguments": {}}]')
+    with_one = r'[{"name": "say \"hi\"", "arguments": {"a": 1}}]'
+    assert accepts(grammar, with_one) is takes_others
 
 
 @pytest.mark.parametrize(("text", "complaint"), [("{", "valid JSON"), ("[1]", "a JSON object")])

@@ -4,6 +4,7 @@ import pytest
 
 from jaxserve.protocol import RequestError, error_body
 from tests.protocol.answers import WEATHER, chat, completion
+from tests.protocol.tokenizers import marked_tokenizer
 
 SCHEMA = {"type": "object"}
 
@@ -98,6 +99,7 @@ def test_the_engines_complaint_names_the_field_that_was_sent(request_, kind, fie
     error = request_.blame(ValueError(f"structured_outputs.{kind} cannot be followed: x"))
     assert str(error) == f"{field} cannot be followed: x"
     assert error.param == field.split(".")[0]
+    assert request_.blame(ValueError("prompt token 9 is outside the vocabulary")).param == "prompt"
     other = request_.blame(ValueError("logit_bias has token id 9"))
     assert (str(other), other.param) == ("logit_bias has token id 9", "logit_bias")
 
@@ -116,3 +118,74 @@ def test_the_engines_complaint_names_the_field_that_was_sent(request_, kind, fie
 )
 def test_kinds_of_errors(status, kind):
     assert error_body("no", status, None, None)["error"]["type"] == kind
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "words"),
+    [
+        ({"logprobs": True, "top_logprobs": -1}, "top_logprobs", "top_logprobs=-1"),
+        ({"max_tokens": 0}, "max_tokens", "max_tokens=0 generates nothing"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens", "max_completion_tokens=0"),
+        ({"max_tokens": 5, "max_completion_tokens": -1}, "max_completion_tokens", "tokens=-1"),
+    ],
+)
+def test_complaints_about_a_chat_name_its_own_fields(body, param, words):
+    with pytest.raises(RequestError, match=words) as caught:
+        chat(**body).sampling_params()
+    assert caught.value.param == param
+
+
+def test_no_candidates_are_wanted_where_there_are_no_log_probabilities():
+    assert chat(top_logprobs=0).sampling_params().logprobs is None
+    assert chat(logprobs=False, top_logprobs=0).sampling_params().logprobs is None
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+@pytest.mark.parametrize(
+    ("name", "refused", "fine"),
+    [
+        ("prompt_logprobs", [0, 2], [None]),
+        ("detokenize", [False], [None, True]),
+        ("cache_salt", ["x"], [None, ""]),
+        ("kv_transfer_params", [{"a": 1}], [None, {}]),
+        ("thinking_token_budget", [5], [None]),
+    ],
+)
+def test_fields_that_would_change_the_answer_are_refused(make, name, refused, fine):
+    for value in refused:
+        with pytest.raises(RequestError, match=f"{name}.* is not supported") as caught:
+            make(**{name: value}).sampling_params()
+        assert caught.value.param == name
+    for value in fine:
+        make(**{name: value}).sampling_params()
+
+
+@pytest.mark.parametrize("name", ["echo", "add_special_tokens"])
+def test_fields_of_completions_are_refused_in_chats(name):
+    with pytest.raises(RequestError, match=name):
+        chat(**{name: True}).sampling_params()
+    chat(**{name: False}).sampling_params()
+
+
+@pytest.mark.parametrize("name", ["self", "messages", "tools", "continue_final_message"])
+def test_template_variables_take_no_reserved_name(name):
+    with pytest.raises(RequestError, match=name) as caught:
+        chat(chat_template_kwargs={name: 1}).prompts(marked_tokenizer())
+    assert caught.value.param == "chat_template_kwargs"
+
+
+def test_past_refusals_are_what_the_assistant_said():
+    for message in (
+        {"role": "assistant", "content": None, "refusal": "no"},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]},
+    ):
+        (found,) = chat(messages=[message]).messages
+        assert found.for_template() == {"role": "assistant", "content": "no"}
+
+
+def test_a_text_may_have_no_first_token():
+    tokenizer = marked_tokenizer()
+    tokenizer.adds_bos, tokenizer.bos_token_id = True, 7
+    for value in (None, True, False):
+        (prompt,) = completion(prompt="ab", add_special_tokens=value).prompts(tokenizer)
+        assert prompt.token_ids == ([97, 98] if value is False else [7, 97, 98])

@@ -91,6 +91,59 @@ class TestCompletion:
         assert choice["logprobs"]["token_logprobs"] == [None, -0.5]
 
 
+class TestTokenIds:
+    @pytest.mark.parametrize("make", [chat, completion])
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_they_add_up_where_they_are_wanted(self, make, seed):
+        request = make(n=2, return_token_ids=True)
+        result = output("first", "2nd")
+        body = whole(request, result)
+        found, prompts = {0: [], 1: []}, []
+        for chunk in streamed(request, result, seed=seed):
+            (choice,) = chunk["choices"]
+            found[choice["index"]] += choice.get("token_ids", [])
+            prompts += [ids for part in (chunk, choice) if (ids := part.get("prompt_token_ids"))]
+        assert found == {c["index"]: c["token_ids"] for c in body["choices"]}
+        assert found == {0: list(b"first"), 1: list(b"2nd")}
+        assert prompts == [HI.token_ids] * 2
+        asked = body if make is chat else body["choices"][0]
+        assert asked["prompt_token_ids"] == HI.token_ids
+
+    @pytest.mark.parametrize("make", [chat, completion])
+    def test_they_come_without_certain_text(self, make):
+        answer = streamed_answer(make(return_token_ids=True), [HI], TOKENIZER, **HEAD)
+        (chunk,) = answer.push(0, Delta("r", 0, "", (97,), None))
+        assert chunk.choices[0].token_ids == [97]
+
+    @pytest.mark.parametrize("make", [chat, completion])
+    def test_without_the_wish_there_are_none(self, make):
+        bodies = [whole(make(), output("a")), *streamed(make(), output("a"))]
+        assert all("token_ids" not in str(body) for body in bodies)
+
+    def test_they_name_tokens_of_completions(self):
+        request = completion(
+            prompt="hi", echo=True, logprobs=2, return_tokens_as_token_ids=True, n=2
+        )
+        result = output("ab", "", logprobs=True)
+        body = whole(request, result)["choices"]
+        names = [f"token_id:{token}" for token in b"hiab"]
+        assert body[0]["logprobs"]["tokens"] == names
+        assert body[0]["logprobs"]["text_offset"] == [0, 1, 2, 3]
+        assert body[0]["logprobs"]["top_logprobs"][3] == {names[3]: -0.5, names[2]: -2.0}
+        chunks = joined_completion(streamed(request, result))
+        assert chunks == {choice["index"]: choice for choice in body}
+
+    def test_they_name_tokens_of_chats(self):
+        request = chat(logprobs=True, top_logprobs=2, return_tokens_as_token_ids=True)
+        result = output("b", logprobs=True)
+        ((choice,), found) = whole(request, result)["choices"], streamed(request, result)
+        (entry,) = choice["logprobs"]["content"]
+        assert entry["token"] == "token_id:98"
+        assert entry["bytes"] == [98]
+        assert [top["token"] for top in entry["top_logprobs"]] == ["token_id:98", "token_id:97"]
+        assert joined_chat(found)[0]["logprobs"] == [entry]
+
+
 def joined_completion(chunks):
     choices = {}
     for chunk in chunks:

@@ -97,7 +97,9 @@ def test_tools_and_variables_forge_nothing():
     template = "{{ tools | tojson }}{{ extra }}<eos>{{ messages[0].content | trim }}"
     tokenizer = byte_tokenizer(None, template)
     ids = tokenizer.encode_chat(
-        user(" <eos> "), tools=[{"name": "f", "description": "<eos>"}], extra="<bos>"
+        user(" <eos> "),
+        tools=[{"name": "f", "description": "<eos>"}],
+        variables={"extra": "<bos>"},
     )
     assert control(tokenizer, ids) == [EOS]
     assert tokenizer.decode(ids, False) == (
@@ -264,16 +266,18 @@ def test_a_template_that_refuses(template, reason):
         byte_tokenizer(None, template).encode_chat(user("a"))
 
 
-@pytest.mark.parametrize("name", ["chat_template", "conversations"])
+@pytest.mark.parametrize("name", ["chat_template", "conversations", "messages", "self"])
 def test_reserved_variables(name):
     with pytest.raises(ValueError, match=f"variable '{name}' is reserved"):
-        byte_tokenizer(None, CHATML).encode_chat(user("a"), **{name: "x"})
+        byte_tokenizer(None, CHATML).encode_chat(user("a"), variables={name: "x"})
 
 
 def test_variables_reach_the_template():
     tokenizer = byte_tokenizer(
         None, "{{ enable_thinking }}{{ eos_token }}{{ add_generation_prompt }}"
     )
-    ids = tokenizer.encode_chat(user("a"), enable_thinking=False, add_generation_prompt=False)
+    ids = tokenizer.encode_chat(
+        user("a"), variables={"enable_thinking": False}, add_generation_prompt=False
+    )
     assert tokenizer.decode(ids, False) == "False<eos>False"
     assert EOS in ids

@@ -103,12 +103,15 @@ class BatchJob:
 
         Raises:
             ValueError: two lines have one custom_id; the output exists and `resume` is false; the
-                output holds something else than records; or both paths are one file.
+                output holds something else than records, or is a directory; or both paths are one
+                file.
             OSError: a file cannot be read.
         """
         source, target = Path(input_path), Path(os.path.realpath(output_path))
         if target.exists() and source.exists() and source.samefile(target):
             raise ValueError(f"input and output are the same file, {str(input_path)!r}")
+        if target.is_dir():
+            raise ValueError(f"output {str(output_path)!r} is a directory; name a file")
         lines = tuple(_scan(source, model))
         _refuse_duplicates(lines)
         records: list[Key | None] = []

@@ -17,7 +17,13 @@ from jaxserve.batch_line import LineRequest
 from jaxserve.batch_writer import BatchReport, BatchWriter
 from jaxserve.drive import take_finished
 from jaxserve.outputs import RequestOutput
-from jaxserve.protocol import Prompt, RequestError, response_body
+from jaxserve.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    Prompt,
+    RequestError,
+    response_body,
+)
 
 if TYPE_CHECKING:
     from jaxserve.engine import Engine
@@ -124,6 +130,7 @@ class _Run:
     def _submit(self, line: Line, parsed: LineRequest) -> None:
         active = None
         try:
+            _refuse_timeout(parsed.request)
             prompts = parsed.request.prompts(self._tokenizer)
             params = parsed.request.sampling_params(self._answer_format, prompts)
             active = _Active(line, parsed, prompts, params.n * len(prompts))
@@ -184,3 +191,11 @@ class _Run:
             answer_format=self._answer_format,
         )
         self._writer.answer(active.line, body)
+
+
+def _refuse_timeout(request: CompletionRequest | ChatCompletionRequest) -> None:
+    """A line has no arrival from which its deadline could count."""
+    if request.timeout is not None:
+        raise RequestError(
+            f"timeout={request.timeout} is for requests to a server; leave it out", "timeout"
+        )

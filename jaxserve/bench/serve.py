@@ -264,7 +264,10 @@ def loops(
         raise ValueError("give one of --request-rate (open loop) and --concurrency (closed loop)")
     for rate in rates:
         if not 0 < rate < float("inf"):
-            raise ValueError(f"request_rate={rate} must be above 0")
+            raise ValueError(
+                f"request_rate={rate} must be above 0 and finite; --concurrency sends as fast as "
+                "answers come"
+            )
         yield OpenLoop(rate, burstiness)
     for concurrency in concurrencies:
         if concurrency < 1:

@@ -94,11 +94,16 @@ def command(
     """
     from tqdm import tqdm
 
+    if response_template is not None:
+        from jaxserve.protocol.answer_format import AnswerFormat
+
+        AnswerFormat.check(response_template)
     server = None if url is None else _server(url, api_key)
     model = served_model_name or (model_name(config) if server is None else _model_of(server))
     job = BatchJob.open(input, output, model, resume=resume)
     total = len(job.lines) + len(job.answered)
     if not job.lines and job.is_clean:
+        job.start().close()  # an empty input has an empty output
         log.info("all %d lines are answered; nothing to do", total)
         return
     interrupt = Interrupt(signal.SIGINT, signal.SIGTERM)

@@ -70,8 +70,10 @@ def serve(config: EngineConfig, server: ServerConfig) -> bool:
     from jaxserve.server.run import bind
 
     with bind(server) as listening:
-        from jaxserve.async_llm import AsyncLLM
         from jaxserve.protocol.answer_format import AnswerFormat
+
+        AnswerFormat.check(server.response_template)
+        from jaxserve.async_llm import AsyncLLM
         from jaxserve.server.app import make_app
         from jaxserve.server.metrics import Metrics
         from jaxserve.server.run import serve as run

@@ -125,7 +125,7 @@ def draw(curves: Sequence[Curve], latency: str, title: str = "") -> Any:
     _against_latency(left, curves, latency, axis)
     _against_size(right, curves, latency, axis)
     if title:
-        figure.suptitle(title, fontsize=11)
+        figure.suptitle(title, fontsize=11, parse_math=False)
     return figure
 
 

@@ -100,7 +100,7 @@ def draw(timelines: Sequence[Timeline], title: str = "") -> Any:
     panels[-1, 0].set_xlim(0, 1.01 * scale * end_s)
     _legend(figure, any(bar.kind == WAIT for one in timelines for bar in one.bars))
     if title:
-        figure.suptitle(title, fontsize=11)
+        figure.suptitle(title, fontsize=11, parse_math=False)
     return figure
 
 

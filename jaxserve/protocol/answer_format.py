@@ -46,6 +46,16 @@ class AnswerFormat:
         self._compiled = CompiledTemplate(template)
 
     @classmethod
+    def check(cls, name: str | None) -> None:
+        """Check a `--response-template` as far as it can be without the model.
+
+        Raises:
+            ValueError: as `choose`.
+        """
+        if name not in (None, "auto", "none", *BUILT_IN):
+            cls(_read(str(name)))
+
+    @classmethod
     def choose(cls, name: str | None, tokenizer: Tokenizer) -> AnswerFormat | None:
         """The format that a `--response-template` names.
 

@@ -215,11 +215,11 @@ def test_sweeps_become_a_picture(jaxserve_cli, tmp_path, suffix):
         write_json(tmp_path / f"{name}.json", {"rows": ROWS, "label": name}) for name in ("a", "b")
     ]
     out = tmp_path / f"x{suffix}"
-    result = jaxserve_cli("plot", *files, "-o", out, "--title", "two sweeps")
+    result = jaxserve_cli("plot", *files, "-o", out, "--title", "two $x_$ sweeps")
     assert result.exit_code == 0, result.output
     assert_is_picture(out)
     first = out.read_bytes()
-    jaxserve_cli("plot", *files, "-o", out, "--title", "two sweeps")
+    jaxserve_cli("plot", *files, "-o", out, "--title", "two $x_$ sweeps")
     assert out.read_bytes() == first
 
 
@@ -228,7 +228,7 @@ def test_traces_become_a_picture(jaxserve_cli, tmp_path, suffix):
     pytest.importorskip("matplotlib")
     files = [write_lines(tmp_path / f"{name}.jsonl", STEPS) for name in ("static", "continuous")]
     out = tmp_path / f"x{suffix}"
-    result = jaxserve_cli("plot", *files, "-o", out)
+    result = jaxserve_cli("plot", *files, "-o", out, "--title", "$x_$")
     assert result.exit_code == 0, result.output
     assert_is_picture(out)
 

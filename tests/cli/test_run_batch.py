@@ -92,6 +92,7 @@ BAD = [
     ).encode(),
     b'{"custom_id": "invalid \xff"}',
     b'{"custom_id": "half a surrogate \\ud800"}',
+    json.dumps(line("a deadline", "x", timeout=3)).encode(),
 ]
 
 
@@ -124,7 +125,7 @@ class TestBadLines:
         assert len(found) == len(BAD) + 5
         assert texts(files[1]) == {str(n): answer(f"prompt {n}", 4) for n in range(5)}
         numbers = [record["error"]["line"] for record in found if record["error"] is not None]
-        assert sorted(numbers) == [3, 4, 5, 6, 7, 8, 9, 10, 11, 14, *range(15, 23)]
+        assert sorted(numbers) == [3, 4, 5, 6, 7, 8, 9, 10, 11, 14, *range(15, 24)]
 
     def test_bad_lines_alone_do_not_load_the_model(self, batch, files, fake_model):
         write(files[0], b"{bad", b"null")
@@ -140,6 +141,21 @@ class TestBadLines:
     def test_an_empty_file_is_a_finished_job(self, batch, files, fake_model):
         write(files[0], b"", b"\r")
         assert batch().exit_code == 0
+        assert fake_model == []
+        assert files[1].read_bytes() == b""
+
+    def test_a_directory_is_no_output(self, batch, files):
+        write(files[0], line("a", "x"))
+        files[1].mkdir()
+        result = batch()
+        assert result.exit_code == 1
+        assert "is a directory; name a file" in result.stderr
+
+    def test_an_unknown_response_template_is_refused_before_loading(self, batch, files, fake_model):
+        write(files[0], line("a", "x"))
+        result = batch("--response-template", "nope")
+        assert result.exit_code == 1
+        assert "'nope' is neither a file nor one of auto, none" in result.stderr
         assert fake_model == []
 
 

@@ -129,6 +129,13 @@ def test_a_port_in_use_is_one_line(
     assert line.startswith(f"Error: cannot listen on 127.0.0.1:{port}")
 
 
+def test_an_unknown_response_template_is_one_line(model_directory: Path, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError) as failure:
+        ServerProcess(model_directory, "--response-template", "nope", cache=tmp_path).start()
+    (line,) = str(failure.value).splitlines()[1:]
+    assert line.startswith("Error: response template 'nope' is neither a file nor one of auto")
+
+
 def test_the_description_fits_what_is_served(client: httpx.Client) -> None:
     served = client.get("/openapi.json").json()
     assert served == msgspec.json.decode(msgspec.json.encode(description()))

@@ -207,6 +207,23 @@ class TestCompletions:
             assert choice.logprobs.text_offset == [0, 1, 2, 3, 4]
 
 
+def test_token_ids_can_be_replayed(ai: openai.OpenAI) -> None:
+    """What a trainer needs: the ids of prompt and sample, whole and streamed."""
+    body: Any = {"model": "talker", "seed": 4, "max_tokens": 20}
+    body["extra_body"] = {"return_token_ids": True, "ignore_eos": True}
+    chat: Any = ai.chat.completions.create(messages=HI, **body)
+    ids = chat.choices[0].token_ids
+    assert len(ids) == chat.usage.completion_tokens == 20
+    assert len(chat.prompt_token_ids) == chat.usage.prompt_tokens
+    again: Any = ai.completions.create(prompt=chat.prompt_token_ids, **body)
+    (choice,) = again.choices
+    assert (choice.prompt_token_ids, choice.token_ids) == (chat.prompt_token_ids, ids)
+    first, *others = ai.chat.completions.create(messages=HI, **body, stream=True)
+    assert getattr(first, "prompt_token_ids") == chat.prompt_token_ids  # noqa: B009
+    pieces: Any = [choice for chunk in others for choice in chunk.choices]
+    assert [token for piece in pieces for token in piece.token_ids] == ids
+
+
 class TestTools:
     def test_calls_of_the_models_own_accord(self, ai: openai.OpenAI) -> None:
         text = f"<think>look</think>\n\nI look it up.\n{CALL}\n{CALL}"

@@ -12,6 +12,7 @@ import functools
 import itertools
 from collections.abc import AsyncIterator, Callable
 from collections.abc import Sequence as Seq
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -35,6 +36,8 @@ DEADLINE = "deadline"
 """`stop_reason` of what ended, with reason "length", because its time was up."""
 
 CLOSED = "the engine was closed"
+NUM_COMPILERS = 2
+"""Threads that compile grammars; the compiler lets others run meanwhile."""
 
 Result = TypeVar("Result")
 
@@ -91,6 +94,7 @@ class AsyncLLM:
         self._answers: dict[str, Answer] = {}
         self._calls: set[asyncio.Future[Any]] = set()
         self._num_submitting = 0
+        self._compilers = ThreadPoolExecutor(NUM_COMPILERS, "jaxserve-grammar")
         # The thread's.
         self._requests = EngineRequests(self.engine)
 
@@ -173,36 +177,18 @@ class AsyncLLM:
         """
         loop = self._bind()
         until = None if deadline_s is None else loop.time() + deadline_s
-        changed = asyncio.Event()
-        for ask in asks:
-            # Beside the loop, and not on the engine's thread: a large grammar takes a second.
-            if isinstance(ask.params.structured_outputs, StructuredOutputsParams):
-                constraint = ask.params.structured_outputs
-                await asyncio.to_thread(self.engine.grammars.check, constraint)
-        named = [replace(ask, request_id=ask.request_id or self._fresh_id()) for ask in asks]
-        self._check_ids(named)
-        answers = {
-            str(ask.request_id): Answer(str(ask.request_id), changed, self._abort) for ask in named
-        }
-        self._answers |= answers
         num_samples = sum(ask.params.n for ask in asks)
         self._num_submitting += num_samples
         try:
-            await self._call(lambda _: self._requests.submit(named))
-        except asyncio.CancelledError:
-            for answer in answers.values():  # the job is on its way: this one follows it
-                answer.abort()
-            raise
-        except BaseException:
-            for request_id in answers:
-                self._answers.pop(request_id, None)
-            raise
+            await self._compile(asks)
+            self._bind()  # the engine may have ended meanwhile
+            answers = await self._submit(asks)
         finally:
             self._num_submitting -= num_samples
-        for answer in answers.values():
+        for answer in answers:
             if until is not None and not answer.ended:
                 answer.expire_after(until - loop.time(), self._expire)
-        return list(answers.values())
+        return answers
 
     async def generate(
         self,
@@ -270,6 +256,7 @@ class AsyncLLM:
             await loop.run_in_executor(None, self._thread.close, last)
             await asyncio.sleep(0)  # what the thread has posted comes first
             self._abandon(Ending(ABORT), EngineDeadError(CLOSED))
+        self._compilers.shutdown(wait=False)
         self._close_model()
 
     # The loop's side.
@@ -289,6 +276,46 @@ class AsyncLLM:
                 self._thread.do(functools.partial(self._end_now, left, Ending(ABORT)))
             self._answers, self._calls = {}, set()
         return loop
+
+    async def _compile(self, asks: Seq[Ask]) -> None:
+        """Have the grammars of constraints ready: a large one takes a second.
+
+        Neither on the engine's thread nor on those of the loop's own executor, which others need.
+        """
+        assert self._loop is not None
+        for ask in asks:
+            constraint = ask.params.structured_outputs
+            if isinstance(constraint, StructuredOutputsParams):
+                await self._loop.run_in_executor(self._compilers, self._compile_one, constraint)
+
+    def _compile_one(self, constraint: StructuredOutputsParams) -> None:
+        if self.is_alive:  # else nobody needs it
+            self.engine.grammars.compile(constraint)
+
+    async def _submit(self, asks: Seq[Ask]) -> list[Answer]:
+        """Hand requests to the engine's thread; the answers that it will feed."""
+        changed = asyncio.Event()
+        named = [replace(ask, request_id=ask.request_id or self._fresh_id()) for ask in asks]
+        self._check_ids(named)
+        answers = [Answer(str(ask.request_id), changed, self._abort) for ask in named]
+        self._answers |= {answer.request_id: answer for answer in answers}
+        try:
+            await self._call(lambda _: self._requests.submit(named))
+        except asyncio.CancelledError:
+            for answer in answers:  # the job is on its way: these follow it
+                answer.abort()
+            self._thread.do(functools.partial(self._post, self._forget, answers))
+            raise
+        except BaseException:
+            self._forget(answers)
+            raise
+        return answers
+
+    def _forget(self, answers: Seq[Answer]) -> None:
+        """Expect nothing more for answers, of which some have been delivered."""
+        for answer in answers:
+            if self._answers.get(answer.request_id) is answer:
+                del self._answers[answer.request_id]
 
     def _fresh_id(self) -> str:
         return next(i for i in self._fresh_ids if i not in self._answers)

@@ -177,8 +177,7 @@ class _Run:
         outputs = [active.outputs[request_id] for request_id in active.request_ids]
         failed = [o for o in outputs if any(s.finish_reason == "error" for s in o.outputs)]
         if failed:
-            message = failed[0].error or "the answer failed"
-            self._writer.fail(active.line, RequestError(message, None, "server_error", 500))
+            self._writer.fail(active.line, _failure(active.parsed.request, failed[0]))
             return
         body = response_body(
             active.parsed.request,
@@ -199,3 +198,12 @@ def _refuse_timeout(request: CompletionRequest | ChatCompletionRequest) -> None:
         raise RequestError(
             f"timeout={request.timeout} is for requests to a server; leave it out", "timeout"
         )
+
+
+def _failure(
+    request: CompletionRequest | ChatCompletionRequest, output: RequestOutput
+) -> RequestError:
+    message = output.error or "the answer failed"
+    if output.blamed is not None:
+        return request.blame(RequestError(message, output.blamed))
+    return RequestError(message, None, "server_error", 500)

@@ -18,8 +18,8 @@ import numpy.typing as npt
 
 from jaxserve.carry import pack_ids
 from jaxserve.grammar import Grammars, why
+from jaxserve.request import Failure
 from jaxserve.sampling_params import SamplingParams
-from jaxserve.structured import StructuredOutputsParams
 from pallas_kernels.cpu.ask import HostAnswers
 from scheduler import ScheduledTokens, Sequence, StepPlan
 
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
 MOST_THREADS = 32
 """That fill masks."""
+NO_MASKS = "the constraint's masks could not be made"
+BROKEN_CONSTRAINT = "the constraint cannot be followed any more"
 MOST_NUMBERS = 2**30
 """Of questions, so that they fit 32 bits; far more than are open at once."""
 
@@ -38,7 +40,7 @@ class Ended(NamedTuple):
 
     complete: Seq[Sequence]
     """Their text is complete: nothing may follow it."""
-    broken: Seq[tuple[Sequence, str]]
+    broken: Seq[tuple[Sequence, Failure]]
     """Their constraint cannot be followed any more, and why."""
 
     def rows(self, plan: StepPlan) -> tuple[set[int], set[int]]:
@@ -87,7 +89,7 @@ class _Question:
 
     rows: list[_Limited]
     complete: list[Sequence] = field(default_factory=list)
-    broken: list[tuple[Sequence, str]] = field(default_factory=list)
+    broken: list[tuple[Sequence, Failure]] = field(default_factory=list)
 
 
 class Constraints:
@@ -112,17 +114,35 @@ class Constraints:
         self._questions: dict[int, _Question] = {}
         self._numbers = itertools.count()
 
-    def add(self, seq: Sequence, params: SamplingParams) -> None:
-        """Constrain a sequence that has no output yet, if its request asks for that."""
-        if params.structured_outputs is None:
-            return
-        assert isinstance(params.structured_outputs, StructuredOutputsParams)
-        matcher = self.grammars.matcher(params.structured_outputs)
-        self._known[seq] = _Constraint(matcher, self._never(params))
+    def add(self, seq: Sequence, params: SamplingParams, grammar: llguidance.LLMatcher) -> None:
+        """Constrain a sequence that has no output yet.
+
+        Args:
+            seq: the sequence.
+            params: of its request.
+            grammar: from `Grammars.compile`; a copy is made.
+        """
+        self._known[seq] = _Constraint(grammar.deep_copy(), self._never(params))
 
     def discard(self, seq: Sequence) -> None:
         """Forget a sequence."""
         self._known.pop(seq, None)
+
+    def is_complete(self, seq: Sequence) -> bool:
+        """Whether nothing may follow the output of a sequence that the scheduler has ended.
+
+        No step that runs may ask for its mask: its matcher is the step's then.
+        """
+        constraint = self._known.get(seq)
+        if constraint is None:
+            return False
+        fits = constraint.matcher.consume_tokens(_unseen(seq, constraint))
+        return bool(fits and constraint.matcher.is_stopped())
+
+    def check_idle(self) -> None:
+        """Assert that nothing is left of sequences that have ended."""
+        assert not self._known, f"{len(self._known)} constraints left while idle"
+        assert not self._questions, f"{len(self._questions)} questions left while idle"
 
     def limit(self, plan: StepPlan) -> bool:
         """Whether a plan samples tokens of constrained sequences."""
@@ -186,7 +206,9 @@ class Constraints:
         try:
             stopped = self._next(question, rows, host.words)
         except Exception as error:
-            question.broken.extend((row.seq, str(error)) for row in rows)
+            settled = {*question.complete, *(seq for seq, _ in question.broken)}
+            failed = [row.seq for row in rows if row.seq not in settled]
+            question.broken.extend((seq, Failure(f"{NO_MASKS}: {error}", None)) for seq in failed)
             raise
         for row in stopped:
             host.stops[row] = 1
@@ -207,7 +229,7 @@ class Constraints:
             constraint.num_seen += len(tokens)
             matcher = constraint.matcher
             if tokens and not matcher.consume_tokens(tokens):
-                question.broken.append((seq, why(matcher.get_error())))
+                question.broken.append((seq, _cannot_follow(matcher)))
                 stopped.append(row)
             elif matcher.is_stopped():
                 question.complete.append(seq)
@@ -217,7 +239,7 @@ class Constraints:
         self._fill(words, [(limited.constraint.matcher, limited.row) for limited in goes_on])
         for row, seq, constraint, _ in goes_on:
             if constraint.matcher.is_error():  # it has become too complex
-                question.broken.append((seq, why(constraint.matcher.get_error())))
+                question.broken.append((seq, _cannot_follow(constraint.matcher)))
                 stopped.append(row)
             if constraint.never is not None:
                 words[row, : self._words] &= constraint.never
@@ -256,3 +278,8 @@ class Constraints:
 def _unseen(seq: Sequence, constraint: _Constraint) -> list[int]:
     """Output tokens that the host knows and the matcher has not seen."""
     return seq.token_ids[seq.num_prompt + constraint.num_seen :]
+
+
+def _cannot_follow(matcher: llguidance.LLMatcher) -> Failure:
+    """The request is to blame: its constraint is too complex, as it has turned out."""
+    return Failure(f"{BROKEN_CONSTRAINT}: {why(matcher.get_error())}", "structured_outputs")

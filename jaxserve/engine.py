@@ -13,7 +13,7 @@ import time
 from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -38,6 +38,9 @@ from jaxserve.tokenizer import Tokenizer
 from scheduler import FinishReason, Scheduler, Sequence, StepPlan, Update
 from scheduler.step_time import FittedCost, StepWork
 from scheduler.summary import Bounds
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
 
 __all__ = ["NOT_FINITE", "Engine"]
 
@@ -153,7 +156,7 @@ class Engine:
         end_ids |= frozenset() if params.ignore_eos else self.end_ids
         spec = self.runner.spec
         params.check_against(spec.model.vocab_size, spec.num_top, end_ids)
-        self._check_constraint(params)
+        grammar = self._grammar(params)
         request = Request(
             request_id=request_id,
             prompt=prompt,
@@ -166,7 +169,7 @@ class Engine:
             prompt_logprobs=None if params.prompt_logprobs is None else [None] * len(ids),
         )
         for index in range(params.n):
-            self._add_sample(request, index, priority, key)
+            self._add_sample(request, index, priority, key, grammar)
         self._requests[request_id] = request
         self._meter.prompt_tokens += len(ids)
         return request_id
@@ -188,6 +191,8 @@ class Engine:
     def step(self) -> list[Delta]:
         """Advance the engine by one step and return what became known."""
         self._meter.begin()
+        if len(self._flights) > self._depth:  # whoever waited for one was interrupted
+            return self._go_on(self._flights[-1])
         plan = self.scheduler.schedule()
         self._meter.mark("schedule")
         self._dispatcher.copy_pages(plan)
@@ -197,6 +202,10 @@ class Engine:
             return self._tell(self._land(keep=0))
         flight = self._dispatcher.launch(plan)
         self._flights.append(flight)
+        return self._go_on(flight)
+
+    def _go_on(self, flight: Flight) -> list[Delta]:
+        """Read what the newest flight waits for, start the rest of it, and read what is due."""
         landing = self._land(keep=1)
         ended = self._dispatcher.complete(flight)
         deltas = self._tell(landing) + self._recorder.end_constrained(ended)
@@ -269,6 +278,7 @@ class Engine:
         self.scheduler.check()
         if not self.has_work:
             assert not self._samples, f"{len(self._samples)} sequences left while idle"
+            self._constraints.check_idle()
 
     def describe(self) -> dict[str, Any]:
         """What was allocated and compiled, as plain data."""
@@ -299,17 +309,17 @@ class Engine:
             raise ValueError(f"request id {request_id!r} is in use; choose another")
         return request_id
 
-    def _check_constraint(self, params: SamplingParams) -> None:
+    def _grammar(self, params: SamplingParams) -> LLMatcher | None:
         constraint = params.structured_outputs
         if constraint is None:
-            return
+            return None
         if self.runner.masked_steps == OFF:
             raise ValueError(
                 "structured_outputs need programs that this engine was started without; start it "
                 "with masked_steps='auto'"
             )
         assert isinstance(constraint, StructuredOutputsParams)
-        self.grammars.check(constraint)
+        return self.grammars.compile(constraint)
 
     def _checked_prompt(self, prompt_token_ids: Seq[int]) -> list[int]:
         ids = list(prompt_token_ids)
@@ -323,7 +333,9 @@ class Engine:
                 raise ValueError(f"prompt token {token} is outside the vocabulary of {vocab}")
         return [int(token) for token in ids]
 
-    def _add_sample(self, request: Request, index: int, priority: int, key: str) -> None:
+    def _add_sample(
+        self, request: Request, index: int, priority: int, key: str, grammar: LLMatcher | None
+    ) -> None:
         params = request.params
         limit = self.scheduler.config.max_model_len
         seq = Sequence(
@@ -338,8 +350,9 @@ class Engine:
             text_may_end=params.structured_outputs is not None or bool(params.stop_strings),
             single_step=params.structured_outputs is not None and self.runner.masked_steps == SPLIT,
         )
+        if grammar is not None:
+            self._constraints.add(seq, params, grammar)
         self.scheduler.add(seq)
-        self._constraints.add(seq, params)
         detokenizer = None
         if params.detokenize:
             detokenizer = Detokenizer(
@@ -365,7 +378,8 @@ class Engine:
         """Read the oldest dispatch if there are more than `keep`, and update the scheduler."""
         if len(self._flights) <= keep:
             return None
-        landed = self._dispatcher.read(self._flights.popleft())
+        landed = self._dispatcher.read(self._flights[0])
+        self._flights.popleft()  # now: whoever interrupts the wait can go on
         assert len(self._flights) <= keep, "two dispatches land at once"
         plan = landed.flight.plan
         deltas = self._recorder.record_prompts(landed)

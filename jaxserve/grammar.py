@@ -77,24 +77,15 @@ class Grammars:
         self._vocabularies: dict[Slices, llguidance.LLTokenizer] = {}
         self._kept: OrderedDict[str, llguidance.LLMatcher] = OrderedDict()
 
-    def check(self, constraint: StructuredOutputsParams) -> None:
-        """Compile a constraint, which may take a second for a large one, unless it is kept.
+    def compile(self, constraint: StructuredOutputsParams) -> llguidance.LLMatcher:
+        """A matcher at the beginning of its text, of which each sample needs a copy.
+
+        It takes a second for a large constraint, unless that is kept.
 
         Raises:
             ValueError: the schema, expression or grammar is not valid, or uses what is not
                 supported; with llguidance's reason.
         """
-        self._compiled(constraint)
-
-    def matcher(self, constraint: StructuredOutputsParams) -> llguidance.LLMatcher:
-        """A matcher at the beginning of its text.
-
-        Raises:
-            ValueError: as `check`.
-        """
-        return self._compiled(constraint).deep_copy()
-
-    def _compiled(self, constraint: StructuredOutputsParams) -> llguidance.LLMatcher:
         text = grammar_text(constraint)
         with self._lock:
             if text in self._kept:
@@ -108,8 +99,9 @@ class Grammars:
         return made
 
     def load(self) -> None:
-        """Read the vocabulary, which the first constraint would else wait for."""
+        """Read the vocabulary, which the first constraint of a kind would else wait for."""
         self._tokens(JSON_SLICES)
+        self._tokens(WORD_SLICES)
 
     def _compile(self, text: str, constraint: StructuredOutputsParams) -> llguidance.LLMatcher:
         import llguidance

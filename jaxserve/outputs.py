@@ -68,6 +68,8 @@ class RequestOutput:
     metrics: RequestMetrics
     error: str | None = None
     """Why a sample ended with reason "error"."""
+    blamed: str | None = None
+    """The parameter of the request that has caused the error, if one has."""
 
 
 @dataclass(slots=True)

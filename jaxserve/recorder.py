@@ -14,13 +14,12 @@ from jaxserve.flight import Landed
 from jaxserve.observer import Observer
 from jaxserve.outputs import Delta
 from jaxserve.report import StepOutput
-from jaxserve.request import Request, Sample, delta, finish_sample, logprob_entry
+from jaxserve.request import Failure, Request, Sample, delta, finish_sample, logprob_entry
 from jaxserve.stats import StepMeter
 from jaxserve.tokenizer import Tokenizer
 from scheduler import FinishReason, ScheduledTokens, Scheduler, Sequence, Update
 from scheduler.summary import Bounds
 
-BROKEN_CONSTRAINT = "the constraint cannot be followed any more"
 NOT_FINITE = "the model's logits were not finite (NaN or infinity); this request was ended"
 LATE_TOKENS = 64
 """After how many tokens text is made that nobody reads yet: often enough that the host is not kept
@@ -70,7 +69,6 @@ class Recorder:
                 continue
             request = sample.request
             if not self._record_prompt(request, landed.prompts, first, entry):
-                request.error = NOT_FINITE
                 left = [s for s in request.samples if s.finish_reason is None]
                 deltas += [self.finish(sample, FinishReason.ERROR) for sample in left]
         return deltas
@@ -78,7 +76,7 @@ class Recorder:
     def record_tokens(self, landed: Landed, tokens: Seq[Seq[int]], update: Update) -> list[Delta]:
         """Give the samples what the scheduler has accepted, and end those it has ended."""
         now = time.monotonic()
-        self._explain(landed.ended)
+        failures = dict(landed.ended.broken)
         deltas: list[Delta] = []
         ttfts: list[float] = []
         gaps: list[float] = []
@@ -86,17 +84,18 @@ class Recorder:
             sample = self.samples[landed.flight.plan.entries[row].seq]
             text, taken = self._take_tokens(sample, landed.report, row, tokens[row][:count])
             sample.request.stamp_tokens(sample, len(taken), now, ttfts, gaps)
+            if text:
+                sample.text.append(text)
             if sample.seq.finish_reason is not None:
-                text += self._close(sample, sample.seq.finish_reason)
+                text += self._close(sample, self._reason(sample.seq), failures.get(sample.seq))
             if sample.finish_reason is not None or not sample.request.whole:
                 deltas.append(delta(sample, text, tuple(taken)))
-            elif text:
-                sample.text.append(text)
         self.observer.on_tokens(ttfts, gaps)
         for seq in update.finished:
             left = self.samples.get(seq)
             if left is not None:  # not ended with its last token above
-                deltas.append(self._end_without_token(left))
+                text = self._close(left, self._reason(seq), failures.get(seq))
+                deltas.append(delta(left, text, ()))
         return deltas
 
     def end_constrained(self, ended: Ended) -> list[Delta]:
@@ -105,21 +104,15 @@ class Recorder:
         for seq in ended.complete:
             if seq in self.samples:
                 deltas.append(self.finish(self.samples[seq], FinishReason.STOP))
-        self._explain(ended)
-        for seq, _ in ended.broken:
+        for seq, failure in ended.broken:
             if seq in self.samples:
-                deltas.append(self.finish(self.samples[seq], FinishReason.ERROR))
+                deltas.append(self.finish(self.samples[seq], FinishReason.ERROR, failure))
         return deltas
 
-    def _explain(self, ended: Ended) -> None:
-        for seq, reason in ended.broken:
-            if seq in self.samples:
-                self.samples[seq].request.error = f"{BROKEN_CONSTRAINT}: {reason}"
-
-    def finish(self, sample: Sample, reason: FinishReason) -> Delta:
-        """End a sample now."""
+    def finish(self, sample: Sample, reason: FinishReason, failure: Failure | None = None) -> Delta:
+        """End a sample now; with reason "error", because of a failure."""
         self._scheduler.finish(sample.seq, reason)
-        return delta(sample, self._close(sample, reason), ())
+        return delta(sample, self._close(sample, reason, failure), ())
 
     def _take_tokens(
         self, sample: Sample, report: StepOutput, row: int, tokens: Seq[int]
@@ -154,15 +147,19 @@ class Recorder:
                 return text, count
         return text, len(tokens)
 
-    def _end_without_token(self, sample: Sample) -> Delta:
-        reason = sample.seq.finish_reason
-        assert reason is not None
-        return delta(sample, self._close(sample, reason), ())
+    def _reason(self, seq: Sequence) -> FinishReason:
+        """How a sequence has ended; a text that its last token has made complete was not cut."""
+        assert seq.finish_reason is not None
+        if seq.finish_reason is FinishReason.LENGTH and self._constraints.is_complete(seq):
+            return FinishReason.STOP
+        return seq.finish_reason
 
-    def _close(self, sample: Sample, reason: FinishReason) -> str:
+    def _close(self, sample: Sample, reason: FinishReason, failure: Failure | None) -> str:
+        """Record the end of a sample; its last text."""
         text, request = finish_sample(sample, reason), sample.request
-        if sample.finish_reason == FinishReason.ERROR.value and request.error is None:
-            request.error = NOT_FINITE
+        sample.text.append(text)
+        if sample.finish_reason == FinishReason.ERROR.value and request.failure is None:
+            request.failure = failure or Failure(NOT_FINITE)
         if sample.finish_reason == FinishReason.STOP.value and sample.stop_reason is None:
             token = sample.seq.stop_token
             sample.stop_reason = None if token in self._end_ids else token

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jaxserve.detokenizer import Detokenizer
 from jaxserve.outputs import CompletionOutput, Delta, Logprob, RequestMetrics, RequestOutput
@@ -92,6 +93,14 @@ class Sample:
         )
 
 
+class Failure(NamedTuple):
+    """Why a sample ended with reason "error"."""
+
+    message: str
+    blamed: str | None = None
+    """The parameter of the request that has caused it; None if the request is not to blame."""
+
+
 @dataclass(eq=False, slots=True)
 class Request:
     """What a user submitted, and its samples."""
@@ -107,7 +116,7 @@ class Request:
     """Nobody looks at it before its end."""
     samples: list[Sample] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    error: str | None = None
+    failure: Failure | None = None
 
     @property
     def finished(self) -> bool:
@@ -124,7 +133,8 @@ class Request:
             outputs=[sample.output() for sample in self.samples],
             finished=self.finished,
             metrics=self.metrics,
-            error=self.error,
+            error=None if self.failure is None else self.failure.message,
+            blamed=None if self.failure is None else self.failure.blamed,
         )
 
     def stamp_tokens(
@@ -168,9 +178,7 @@ def finish_sample(sample: Sample, reason: FinishReason) -> str:
 
 
 def delta(sample: Sample, text: str, token_ids: tuple[int, ...]) -> Delta:
-    """Record new text and describe the change, the newest `token_ids` being part of it."""
-    if text:
-        sample.text.append(text)
+    """Describe a change: new text, the newest `token_ids`, and how the sample ended if it did."""
     wants = sample.request.params.logprobs is not None
     newest = sample.logprobs[len(sample.logprobs) - len(token_ids) :]
     return Delta(

@@ -114,7 +114,7 @@ class EventStream:
         self._entry.abort()
         for answer in self._entry.answers:
             await answer.result()
-        failure = self._service.failure(self._entry.answers)
+        failure = self._service.failure(self._entry)
         assert failure is not None
         return failure
 

@@ -63,7 +63,7 @@ async def _answer(request: Request, kind: type[Asked]) -> Any:
     service.check_admission(len(prompts) * params.n)
     writer = _Writer(service, asked, prompts)
     name = request.headers.get("x-request-id") or asked.request_id
-    entry = service.open(writer.full_id, name)
+    entry = service.open(writer.full_id, name, asked.blame)
     headers = {"x-request-id": _header_text(name or writer.full_id)}
     try:
         with client_errors():
@@ -107,7 +107,7 @@ async def _whole(
     """The answer in one piece, once it is complete."""
     async with aborted_on_disconnect(request.receive, entry):
         outputs = [await answer.result() for answer in entry.answers]
-    failure = service.failure(entry.answers)
+    failure = service.failure(entry)
     if failure is not None:
         return error_response(failure, headers)
     return json_response(writer.body(outputs), headers=headers)

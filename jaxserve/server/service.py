@@ -8,14 +8,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jaxserve.answer import Answer
 from jaxserve.async_llm import AsyncLLM
 from jaxserve.protocol import RequestError
-from jaxserve.recorder import BROKEN_CONSTRAINT
 from jaxserve.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -34,6 +33,8 @@ class Open:
     response_id: str
     name: str | None
     """What the client calls it, if anything."""
+    blame: Callable[[ValueError], RequestError]
+    """Names the request's own field in a complaint about a parameter."""
     answers: list[Answer] = field(default_factory=list)
     _aborted: bool = False
 
@@ -117,9 +118,11 @@ class Service:
                 429,
             )
 
-    def open(self, response_id: str, name: str | None) -> Open:
+    def open(
+        self, response_id: str, name: str | None, blame: Callable[[ValueError], RequestError]
+    ) -> Open:
         """Register a request, so that it can be aborted by name and the server waits for it."""
-        entry = self._open[response_id] = Open(response_id, name)
+        entry = self._open[response_id] = Open(response_id, name, blame)
         self._idle.clear()
         return entry
 
@@ -137,16 +140,16 @@ class Service:
             entry.abort()
         return len(found)
 
-    def failure(self, answers: Sequence[Answer]) -> RequestError | None:
-        """Why answers that have ended cannot be given as such, if that is so."""
-        for answer in answers:
+    def failure(self, entry: Open) -> RequestError | None:
+        """Why the answers of a request, having ended, cannot be given as such, if that is so."""
+        for answer in entry.answers:
             output = answer.output
             if output is None:
                 continue
             if any(sample.finish_reason == "error" for sample in output.outputs):
                 message = output.error or "the answer failed"
-                if message.startswith(BROKEN_CONSTRAINT):  # too complex, as it has turned out
-                    return RequestError(message, "structured_outputs")
+                if output.blamed is not None:
+                    return entry.blame(RequestError(message, output.blamed))
                 return RequestError(message, None, "server_error", 500)
             if self.cut and any(sample.finish_reason == "abort" for sample in output.outputs):
                 return RequestError(SHUTDOWN, None, "shutting_down", 503)

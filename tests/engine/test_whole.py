@@ -6,9 +6,12 @@ from typing import Any
 
 import pytest
 
+from jaxserve.observer import Observer
 from jaxserve.outputs import RequestOutput
 from jaxserve.recorder import LATE_TOKENS
-from tests.engine.mini import Mini, drain, greedy, prompts
+from jaxserve.report import StepOutput
+from jaxserve.runner import Ticket
+from tests.engine.mini import Mini, drain, greedy, prompts, run
 
 EOS = frozenset({2})
 LONG = 2 * LATE_TOKENS + 9
@@ -66,3 +69,51 @@ def test_what_is_asked_for_in_between_has_all_of_its_text(mini: Mini) -> None:
     engine.abort(request_id)
     engine.abort(other)
     assert told(engine.take(request_id)) == told(engine.take(other))
+
+
+class _Kept(Observer):
+    """What requests were when their end was told."""
+
+    def __init__(self) -> None:
+        self.outputs: list[RequestOutput] = []
+
+    def on_end(self, output: RequestOutput) -> None:
+        self.outputs.append(output)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_observer_is_told_of_the_whole_text(mini: Mini, whole: bool) -> None:
+    engine = mini.engine(eos=EOS)
+    engine.observer = kept = _Kept()
+    request_id = engine.submit([3, 4, 5], greedy(13, stop="never"), whole=whole)
+    drain(engine)
+    (output,) = kept.outputs
+    assert output.outputs[0].text != ""
+    assert told(output) == told(engine.take(request_id))
+
+
+def test_a_wait_that_is_interrupted_can_be_taken_up_again(
+    mini: Mini, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt, ask = prompts([6])[0], greedy(20)
+    undisturbed = run(mini.engine(eos=EOS), [(prompt, ask)])
+    engine = mini.engine(eos=EOS)
+    request_id = engine.submit(prompt, ask)
+    read, calls = engine.runner.read, []
+
+    def interrupted(ticket: Ticket) -> StepOutput:
+        calls.append(1)
+        if len(calls) in (3, 4, 9):
+            raise KeyboardInterrupt
+        return read(ticket)
+
+    monkeypatch.setattr(engine.runner, "read", interrupted)
+    num_interrupts = 0
+    while engine.has_work:
+        try:
+            engine.step()
+        except KeyboardInterrupt:
+            num_interrupts += 1
+    assert num_interrupts == 3
+    engine.check()
+    assert told(engine.take(request_id)) == told(undisturbed[0])

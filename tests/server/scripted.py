@@ -28,6 +28,7 @@ class ScriptedEngine:
     thread: threading.Thread | None = None
     """Where the last call came from."""
     observer: Any = None
+    grammars: Any = None
 
     @property
     def scheduler(self) -> Any:

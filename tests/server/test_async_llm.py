@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -142,6 +143,88 @@ def test_a_caller_who_leaves_while_submitting_leaves_nothing_behind() -> None:
         while llm.num_live:
             await asyncio.sleep(0.001)
         assert await llm.call(lambda e: e.has_work) is False
+
+    run(test)
+
+
+def test_a_caller_who_leaves_before_being_refused_leaves_nothing_behind() -> None:
+    async def test(llm: AsyncLLM, engine: ScriptedEngine) -> None:
+        busy = threading.Event()
+        llm.start()
+        await llm.call(lambda _: None)
+        llm._thread.do(busy.wait)
+        task = asyncio.create_task(llm.submit([], FIVE, request_id="mine"))
+        while not llm.num_live:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        busy.set()
+        while llm.num_live:
+            await asyncio.sleep(0.001)
+        answer = await llm.submit(A, FIVE, request_id="mine")
+        engine.steps.release(5)
+        assert (await answer.result()).outputs[0].text == "abcde"
+
+    run(test)
+
+
+class SlowGrammars:
+    """Compiles nothing, and only when it is allowed to."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.num_begun = 0
+
+    def compile(self, _: Any) -> None:
+        self.num_begun += 1
+        assert self.go.wait(PATIENCE_S)
+
+
+CONSTRAINED = SamplingParams(max_tokens=5, structured_outputs={"regex": "[a-e]*"})
+
+
+@pytest.mark.parametrize("how", ["closes", "dies"])
+def test_an_engine_that_ends_while_a_grammar_is_compiled_ends_its_request(how: str) -> None:
+    async def test(llm: AsyncLLM, engine: ScriptedEngine) -> None:
+        engine.grammars = grammars = SlowGrammars()
+        tasks = [asyncio.create_task(llm.submit(A, CONSTRAINED)) for _ in range(5)]
+        while not grammars.num_begun:
+            await asyncio.sleep(0.001)
+        if how == "closes":
+            await llm.close()
+        else:
+            engine.fail_with = RuntimeError("the device is gone")
+            engine.steps.release()
+            with contextlib.suppress(EngineDeadError):
+                await (await llm.submit(A, FIVE)).result()
+        grammars.go.set()
+        for task in tasks:
+            with pytest.raises(EngineDeadError, match="closed" if how == "closes" else "gone"):
+                await task
+        assert llm.num_live == llm.num_waiting == 0
+        engine.outputs.clear()  # a dead engine forgets nothing
+
+    run(test)
+
+
+def test_requests_whose_grammars_are_compiled_wait_like_others() -> None:
+    async def test(llm: AsyncLLM, engine: ScriptedEngine) -> None:
+        engine.grammars = grammars = SlowGrammars()
+        tasks = [asyncio.create_task(llm.submit(A, CONSTRAINED)) for _ in range(50)]
+        while not grammars.num_begun:
+            await asyncio.sleep(0.001)
+        assert llm.num_waiting == 50
+        await asyncio.to_thread(threading.Event().wait, 0)  # others' threads are free
+        other = await llm.submit(A, FIVE)  # and so is the engine
+        engine.steps.release(5)
+        assert (await other.result()).outputs[0].text == "abcde"
+        grammars.go.set()
+        answers = await asyncio.gather(*tasks)
+        assert llm.num_waiting == 0
+        engine.steps.release(5 * 50)
+        for answer in answers:
+            assert (await answer.result()).outputs[0].text == "abcde"
 
     run(test)
 

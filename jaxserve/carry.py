@@ -26,7 +26,7 @@ INTS = ("seed_low", "seed_high", "sample_index", "top_k", "min_position", "flags
 
 ADJUSTS = 1
 """Flag: logits are adjusted (penalties, bias, held-back end tokens)."""
-SAMPLES = 2
+DRAWS = 2
 """Flag: tokens are drawn, not taken greedily."""
 FILTERS = 4
 """Flag: the draw is limited by top-k, top-p or min-p."""
@@ -212,7 +212,7 @@ def _flags(params: SamplingParams) -> int:
     filters = samples and (params.top_k > 0 or params.top_p < 1 or params.min_p > 0)
     return (
         ADJUSTS * adjusts
-        | SAMPLES * samples
+        | DRAWS * samples
         | FILTERS * filters
         | LOGPROBS * (params.logprobs is not None)
         | MASKS * masks

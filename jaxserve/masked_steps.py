@@ -35,7 +35,7 @@ class Steps(Protocol):
 
 
 class PlainSteps:
-    """Without constraints; the step is whole."""
+    """Steps that are one program, started at once."""
 
     def __init__(self, runner: Runner) -> None:
         """Run steps of `runner`."""

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxserve.carry import ADJUSTS, FILTERS, FLOATS, INTS, LOGPROBS, MASKS, SAMPLES, Carry
+from jaxserve.carry import ADJUSTS, DRAWS, FILTERS, FLOATS, INTS, LOGPROBS, MASKS, Carry
 from jaxserve.sampling.adjust import adjust
 from jaxserve.sampling.draw import uniforms
 from jaxserve.sampling.filters import draw_from_nucleus, kept_weights, thresholds
@@ -59,14 +59,14 @@ def sample(
 
     Only one of `logits` and `greedy` is evaluated on the device: the logits never exist in a step
     all of whose rows are greedy.  Rows that are not active get arbitrary tokens and never widen
-    the work of the step.  `masks` are packed bits of what constraints allow; none are there in a
-    step without them.  Log-probabilities are the model's own: before penalties, bias,
-    temperature and filters.
+    the work of the step.  `masks` are packed bits of what constraints allow, all of them set
+    for a row without; none are there in a step that knows of no constraints.  Log-probabilities
+    are the model's own: before penalties, bias, temperature and filters.
     """
     flags = jnp.where(active, carry.ints[slots, INTS.index("flags")], 0)
     allowed = partial(_allowed, carry, slots, flags, masks)
     sampled: Sampled = lax.cond(
-        jnp.any(flags & (ADJUSTS | SAMPLES | LOGPROBS) != 0),
+        jnp.any(flags & (ADJUSTS | DRAWS | LOGPROBS) != 0),
         lambda: _from_logits(logits(), carry, slots, positions, active, flags, allowed, num_top),
         lambda: _only_greedy(*greedy(allowed()), num_top),
     )
@@ -109,7 +109,7 @@ def _from_logits(
         lambda: only_allowed(adjusted, allowed()),
         lambda: adjusted,
     )
-    samples = flags & SAMPLES != 0
+    samples = flags & DRAWS != 0
     nothing = jnp.zeros(logits.shape[0], jnp.int32)
     greedy = lax.cond(jnp.any(active & ~samples), lambda: argmax(adjusted), lambda: nothing)
     drawn = lax.cond(
@@ -130,7 +130,7 @@ def _draw(
     logits: jax.Array, carry: Carry, slots: jax.Array, positions: jax.Array, flags: jax.Array
 ) -> jax.Array:
     vocab = logits.shape[1]
-    samples, filtered = flags & SAMPLES != 0, flags & FILTERS != 0
+    samples, filtered = flags & DRAWS != 0, flags & FILTERS != 0
     top_k = carry.ints[slots, INTS.index("top_k")]
     temperature, top_p, min_p = (
         carry.floats[slots, FLOATS.index(name)] for name in ("temperature", "top_p", "min_p")

@@ -39,7 +39,8 @@ class EngineStats:
     """Time of a step in which the host was not waiting for the device."""
     host_s_by_phase: dict[str, float]
     """That time, of all steps, by what the host did: schedule, admit, pack, dispatch, masks (that
-    constraints put on the tokens), update, and output (text, log-probabilities, times)."""
+    constraints put on the tokens, where steps run in halves; where a step asks for them, that is
+    part of the step), update, and output (text, log-probabilities, times)."""
     step_s: float | None
     """Mean time from one step's report to the next."""
     steps_by_shape: dict[str, int]

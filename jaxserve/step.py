@@ -2,10 +2,10 @@
 
 `step(params, cache, carry, packed) -> (cache, carry, out, chunk_hidden)`.  It is built from two
 halves that also exist as functions of their own: `build_forward`, tokens to hidden rows, and
-`build_sample`, hidden rows to tokens.  Between them the host learns what the step before has
-sampled, and makes of it the masks that constraints put on the next tokens.  A pure decode step may
-be repeated within one call: `decode_steps`.  Nothing here knows which executable it will become;
-the runner compiles it.
+`build_sample`, hidden rows to tokens.  A step samples under the masks of constraints: it asks the
+host for them while it runs (`asked_masks`), or the host starts the second half with them, once it
+has learnt what the step before has sampled.  A pure decode step may be repeated within one call:
+`decode_steps`.  Nothing here knows which executable it will become; the runner compiles it.
 """
 
 from __future__ import annotations
@@ -82,11 +82,11 @@ def build_forward(spec: StepSpec, shape: StepShape, mesh: Mesh) -> Forward:
     return half
 
 
-Sample = Callable[[Params, Carry, jax.Array, jax.Array, jax.Array], tuple[Carry, jax.Array]]
+SampleFn = Callable[[Params, Carry, jax.Array, jax.Array, jax.Array], tuple[Carry, jax.Array]]
 """`(params, carry, hidden, packed, masks) -> (carry, out)`."""
 
 
-def build_sample(spec: StepSpec, rows: int) -> Sample:
+def build_sample(spec: StepSpec, rows: int) -> SampleFn:
     """The second half of a step: the next token of each of `rows` sequence rows.
 
     It takes the `hidden` that the first half gave, of a packed batch only the numbers of its

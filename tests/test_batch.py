@@ -17,6 +17,7 @@ from jaxserve.batch import DECODES, SAMPLES, Batch, BatchLayout, pack_batch
 from jaxserve.carry import (
     ADJUSTS,
     CONSTRAINED,
+    DRAWS,
     FILTERS,
     FLOATS,
     INTS,
@@ -27,7 +28,6 @@ from jaxserve.carry import (
     SlotPacker,
     set_slot,
 )
-from jaxserve.carry import SAMPLES as DRAWS
 from jaxserve.config import EngineConfig
 from jaxserve.sampling_params import MAX_LOGIT_BIAS, MAX_STOP_IDS, SamplingParams
 from jaxserve.shapes import ShapeSet, StepShape, shape_set

@@ -62,6 +62,13 @@ def test_only_its_command_knows_the_server() -> None:
             assert not f"{name}.".startswith("jaxserve.server."), f"{path} imports {name}"
 
 
+def test_the_protocol_knows_no_http() -> None:
+    web = {"starlette", "uvicorn", "uvloop", "httpx", "httptools", "asyncio"}
+    for path in files("jaxserve/protocol"):
+        found = {name.split(".")[0] for name in imports(path)}
+        assert not found & web, f"{path.relative_to(ROOT)} imports {found & web}"
+
+
 @pytest.mark.parametrize("name", WITHOUT_JAX)
 def test_plain_data_does_not_import_jax(name: str) -> None:
     heavy = {"jax", "jaxlib", "flax", "pallas_kernels"}

@@ -131,7 +131,8 @@ def ask(
         jax.ShapeDtypeStruct(asks.shape, jnp.int32),
     )
     # Not as an operation with effects: JAX would call the program by a path that takes
-    # milliseconds.  What is asked twice in a step is the same question.
+    # milliseconds.  So it is a pure function to XLA, which may leave out or merge calls: a step has
+    # one, and its result is used.
     call = jax.ffi.ffi_call(target(kernels, "ask"), out)
     words, stops = call(whom, asks, token, after)
     return words, stops

@@ -71,8 +71,9 @@ class Dispatcher:
         flight = Flight(plan, shape, pack_batch(plan, self._layouts[shape]))
         self._meter.mark("pack")
         way.begin(flight)
+        self._stopwatch.start()
         if flight.ticket is not None:
-            self._started(flight)
+            self._score(flight)
         self._meter.mark("dispatch")
         return flight
 
@@ -86,7 +87,7 @@ class Dispatcher:
         masks = self._constraints.masks(flight.plan)
         self._meter.mark("masks")
         self._masked.finish(flight, masks.words)
-        self._started(flight)
+        self._score(flight)
         self._meter.mark("dispatch")
         return masks.ended
 
@@ -101,9 +102,8 @@ class Dispatcher:
         self._meter.mark(WAIT)
         return Landed(flight, report, prompts, self._constraints.settle(flight.question), seconds)
 
-    def _started(self, flight: Flight) -> None:
+    def _score(self, flight: Flight) -> None:
         assert flight.ticket is not None
-        self._stopwatch.start()
         flight.prompt_report = self._score_prompts(flight.plan, flight.ticket, flight.shape)
 
     def _admit(self, seq: Sequence) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from jaxserve.constraints import Constraints
+from jaxserve.constraints import Constraints, Masks
 from jaxserve.sampling_params import SamplingParams
 from scheduler import FinishReason, StepPlan
 from tests.engine.asks import FORCE, assert_answers, sampled
@@ -260,6 +260,23 @@ def test_masks_that_cannot_be_made_end_only_who_needs_them(
     assert failed.outputs[0].finish_reason == "error"
     assert failed.error == "the constraint's masks could not be made: no memory for masks"
     assert failed.blamed is None
+
+
+def test_the_time_of_a_step_begins_with_its_first_half(
+    mini: Mini, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mini.runner.masked_steps != "split":
+        pytest.skip("a step is one program")
+    engine = mini.engine(eos=EOS)
+    masks, num_started = Constraints.masks, []
+
+    def noted(self: Constraints, plan: StepPlan) -> Masks:
+        num_started.append(len(engine._dispatcher._stopwatch._started))
+        return masks(self, plan)
+
+    monkeypatch.setattr(Constraints, "masks", noted)
+    run(engine, [(prompts([4])[0], greedy(8, structured_outputs={"regex": "[a-c]{8}"}))])
+    assert num_started == [1] * 8
 
 
 def test_the_scheduler_knows_whose_text_may_end(mini: Mini) -> None:

@@ -47,7 +47,8 @@ class _Memory(ctypes.Structure):
 
 
 _kept: list[HostAnswers] = []
-"""Never freed: a program that nobody waits for may still ask."""
+"""Never freed: a program that nobody waits for may still ask.  An engine that has asked leaves its
+masks behind: 200 KB at 32 rows and 49,152 tokens."""
 
 
 @atexit.register

@@ -206,6 +206,9 @@ def test_choices_may_have_tokens_in_them(kind):
     assert accepts(grammar, "plain", kind)
     assert accepts(grammar, "<tool_call>x", kind)
     assert not accepts(grammar, "<tool_call>", kind)
+    # The mark is a token, which letters cannot stand for.
+    letters = LLMatcher(LL_TOKENIZERS[kind], grammar, log_level=0)
+    assert letters.try_consume_tokens(list(b"<tool_call>x")) == 0
 
 
 @pytest.mark.parametrize("form", [None, "qwen3"])
@@ -215,14 +218,15 @@ def test_formats_that_are_not_known_are_annotations(form):
         "properties": {
             "format": {"type": "string", "format": "password"},
             "enum": {"enum": [{"format": "path"}]},
+            "const": {"type": "string", "format": "path"},
             "day": {"$ref": "#/$defs/format"},
         },
-        "required": ["format", "enum", "day"],
+        "required": ["format", "enum", "const", "day"],
         "$defs": {"format": {"anyOf": [{"type": "string", "format": "date"}]}},
     }
     body = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     grammar = grammar_of(chat(response_format=body), answer_format(form))
-    text = '{"format": "s", "enum": {"format":"path"}, "day": "2026-11-30"}'
+    text = '{"format": "s", "enum": {"format":"path"}, "const": "", "day": "2026-11-30"}'
     assert accepts(grammar, text)
     assert not accepts(grammar, text.replace("path", "other"))
     assert not accepts(grammar, text.replace("2026-11-30", "today"))

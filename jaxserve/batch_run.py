@@ -22,6 +22,7 @@ from jaxserve.protocol import (
     CompletionRequest,
     Prompt,
     RequestError,
+    failed_output,
     response_body,
 )
 
@@ -175,10 +176,11 @@ class _Run:
             return
         self._num_samples -= active.num_samples
         outputs = [active.outputs[request_id] for request_id in active.request_ids]
-        failed = [o for o in outputs if any(s.finish_reason == "error" for s in o.outputs)]
-        if failed:
-            self._writer.fail(active.line, _failure(active.parsed.request, failed[0]))
-            return
+        for one in outputs:
+            error = failed_output(one, active.parsed.request.blame)
+            if error is not None:
+                self._writer.fail(active.line, error)
+                return
         body = response_body(
             active.parsed.request,
             active.prompts,
@@ -198,12 +200,3 @@ def _refuse_timeout(request: CompletionRequest | ChatCompletionRequest) -> None:
         raise RequestError(
             f"timeout={request.timeout} is for requests to a server; leave it out", "timeout"
         )
-
-
-def _failure(
-    request: CompletionRequest | ChatCompletionRequest, output: RequestOutput
-) -> RequestError:
-    message = output.error or "the answer failed"
-    if output.blamed is not None:
-        return request.blame(RequestError(message, output.blamed))
-    return RequestError(message, None, "server_error", 500)

@@ -48,6 +48,19 @@ def split_items_bound(
     return num_seqs * chunks
 
 
+def _chunks(
+    kv_lens: jax.Array, q_lens: jax.Array, chunk_kv: int | None, window: int | None
+) -> tuple[jax.Array, jax.Array]:
+    """The first chunk of each sequence that its queries see, and how many there are."""
+    if chunk_kv is None:
+        return jnp.zeros_like(kv_lens), jnp.ones_like(kv_lens)
+    oldest = jnp.zeros_like(kv_lens)
+    if window is not None:
+        oldest = jnp.maximum(kv_lens - q_lens - window + 1, 0)
+    first = oldest // chunk_kv
+    return first, jnp.maximum(-(-kv_lens // chunk_kv) - first, 1)
+
+
 def make_plan(
     kv_lens: jax.Array,  # i32[seqs]
     q_lens: jax.Array,  # i32[seqs]
@@ -80,15 +93,7 @@ def make_plan(
     q_lens = q_lens.astype(jnp.int32)
     live = (q_lens > 0) & (kv_lens > 0)
     q_blocks = -(-q_lens // block_q)
-    if chunk_kv is None:
-        first_chunk = jnp.zeros_like(kv_lens)
-        chunks = jnp.ones_like(kv_lens)
-    else:
-        oldest = jnp.zeros_like(kv_lens)
-        if window is not None:
-            oldest = jnp.maximum(kv_lens - q_lens - window + 1, 0)
-        first_chunk = oldest // chunk_kv
-        chunks = jnp.maximum(-(-kv_lens // chunk_kv) - first_chunk, 1)
+    first_chunk, chunks = _chunks(kv_lens, q_lens, chunk_kv, window)
     count = jnp.where(live, q_blocks * chunks, 0)
     ends = jnp.cumsum(count)
     start = ends - count

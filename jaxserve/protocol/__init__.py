@@ -16,7 +16,7 @@ from __future__ import annotations
 from jaxserve.protocol.chat_request import ChatCompletionRequest
 from jaxserve.protocol.completion_request import CompletionRequest
 from jaxserve.protocol.convert import check_model, convert_body
-from jaxserve.protocol.errors import RequestError, error_body, request_error
+from jaxserve.protocol.errors import RequestError, error_body, failed_output, request_error
 from jaxserve.protocol.response import response_body, streamed_answer
 from jaxserve.protocol.shared import Prompt
 from jaxserve.protocol.streaming import StreamedAnswer
@@ -31,6 +31,7 @@ __all__ = [
     "check_model",
     "convert_body",
     "error_body",
+    "failed_output",
     "request_error",
     "response_body",
     "streamed_answer",

@@ -32,7 +32,8 @@ def chat_constraint(
     """The constraint that a request puts on its answer, if it puts one.
 
     Raises:
-        RequestError: two fields constrain the answer.
+        RequestError: two fields constrain the answer, or the model's format takes a call for
+            reasoning.
     """
     asked = constraint(request.response_format, request.structured_outputs)
     use = request.tool_use()
@@ -56,7 +57,11 @@ def _forced_calls(
     from jaxserve.protocol.answer_format import forced_format
 
     forced = forced_format(answer_format)
-    assert forced.call_syntax is not None
+    if forced.call_syntax is None:
+        raise RequestError(
+            "tool_choice: calls cannot be told from reasoning in this model's format; use 'auto'",
+            "tool_choice",
+        )
     rules = calls_grammar(
         forced.call_syntax,
         {tool.function.name: tool.function.parameters for tool in use.tools},

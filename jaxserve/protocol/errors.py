@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
+from jaxserve.outputs import RequestOutput
 from jaxserve.sampling_params import SamplingParams
 
 
@@ -37,6 +39,23 @@ def request_error(error: ValueError) -> RequestError:
     name = re.match(r"\w*", str(error))
     known = name is not None and name[0] in _FIELDS
     return RequestError(str(error), name[0] if name and known else None)
+
+
+def failed_output(
+    output: RequestOutput, blame: Callable[[ValueError], RequestError]
+) -> RequestError | None:
+    """Why an output is no answer, if one of its samples has failed.
+
+    Args:
+        output: of a request that has ended.
+        blame: the request's own; names the field that is the cause, if one is.
+    """
+    if all(sample.finish_reason != "error" for sample in output.outputs):
+        return None
+    message = output.error or "the answer failed"
+    if output.blamed is not None:
+        return blame(RequestError(message, output.blamed))
+    return RequestError(message, None, "server_error", 500)
 
 
 _FIELDS = frozenset({"prompt", *SamplingParams.__dataclass_fields__})

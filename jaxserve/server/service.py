@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from jaxserve.answer import Answer
 from jaxserve.async_llm import AsyncLLM
-from jaxserve.protocol import RequestError
+from jaxserve.protocol import RequestError, failed_output
 from jaxserve.server.config import ServerConfig
 
 if TYPE_CHECKING:
@@ -146,11 +146,8 @@ class Service:
             output = answer.output
             if output is None:
                 continue
-            if any(sample.finish_reason == "error" for sample in output.outputs):
-                message = output.error or "the answer failed"
-                if output.blamed is not None:
-                    return entry.blame(RequestError(message, output.blamed))
-                return RequestError(message, None, "server_error", 500)
+            if (error := failed_output(output, entry.blame)) is not None:
+                return error
             if self.cut and any(sample.finish_reason == "abort" for sample in output.outputs):
                 return RequestError(SHUTDOWN, None, "shutting_down", 503)
         return None

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from jaxserve.protocol import Prompt
+from jaxserve.protocol import Prompt, RequestError
 from jaxserve.protocol.answer_format import AnswerFormat
 from jaxserve.protocol.answer_templates import BUILT_IN, detect
 from jaxserve.protocol.parts import Reasoning
@@ -296,3 +296,13 @@ def test_where_calls_cannot_be_enforced_in_a_models_own_format_they_are_a_list(n
     # Free calls are still read in the format of the model.
     found = message(reasoning + text, name, **TOOLS)
     assert not calls_of(found)
+
+
+def test_calls_that_a_format_takes_for_reasoning_are_refused():
+    everything = {"open_pattern": r"\A", "close": "</think>", "content": "text"}
+    fields = {"reasoning_content": everything, "content": {"content": "text"}}
+    swallows = AnswerFormat({"start_anchor": "x", "fields": fields})
+    request = chat(tools=[tool("f")], tool_choice="required")
+    with pytest.raises(RequestError, match="cannot be told from reasoning") as caught:
+        request.sampling_params(swallows)
+    assert caught.value.param == "tool_choice"

@@ -305,3 +305,13 @@ def test_two_constraints_are_refused(other):
     with pytest.raises(RequestError, match="both constrain") as caught:
         request.sampling_params()
     assert caught.value.param == "structured_outputs"
+
+
+@pytest.mark.parametrize("form", [None, "qwen3"])
+def test_a_schema_that_is_nested_too_deeply_is_refused(form):
+    schema: dict = {"type": "integer"}
+    for _ in range(3000):
+        schema = {"type": "array", "items": schema}
+    request = chat(structured_outputs={"json": schema})
+    with pytest.raises(ValueError, match="nested too deeply to be enforced"):
+        grammar_of(request, answer_format(form))
